@@ -1,0 +1,71 @@
+"""The drafter protocol: propose tokens for a batch, follow what was committed.
+
+A drafter is told what was committed (`observe`) and asked for a block (`propose`). Its KV layers, if any,
+live in the engine's pool behind the target's (`first_layer`), so one block table rolls back both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from dspark.core import Draft, Request
+from dspark.kv import KVPool, LayerKV
+from dspark.sampling import SamplingRows
+
+__all__ = ["Drafter", "ObserveBatch", "ProposeBatch"]
+
+
+@dataclass(frozen=True)
+class ProposeBatch:
+    """R requests about to draft. Each has `pending == 1`: its anchor is the last committed token, at
+    position `cached`, and the pool holds room for positions cached .. cached + max(lengths)."""
+
+    requests: Sequence[Request]
+    lengths: np.ndarray  # [R] drafts wanted, from Policy.draft_lengths
+    rows: SamplingRows  # [R] sampling parameters and random addresses
+    block_tables: np.ndarray  # [R, max_blocks] int64
+
+
+@dataclass(frozen=True)
+class ObserveBatch:
+    """Rows whose tokens are now committed *and* in the target's KV, with the target's taps of those rows.
+
+    Request r owns rows row_start[r] .. row_start[r + 1], at consecutive positions.
+    """
+
+    requests: Sequence[Request]
+    row_start: np.ndarray  # [R + 1]
+    positions: torch.Tensor  # [N] int64
+    slots: torch.Tensor  # [N] int64
+    taps: torch.Tensor | None  # [N, m * hidden]
+
+
+class Drafter(Protocol):
+    """Proposes blocks of draft tokens.
+
+    `max_draft` is the longest block it was built for, `taps` the target layers it reads, `kv_specs` the layers
+    it adds to the pool. Randomness comes from `batch.rows` alone.
+    """
+
+    name: str
+    max_draft: int
+    taps: tuple[int, ...]
+    kv_specs: tuple[LayerKV, ...]
+
+    def attach(self, pool: KVPool, first_layer: int) -> None:
+        """Tell the drafter where its KV layers begin in the pool."""
+
+    def observe(self, batch: ObserveBatch) -> None:
+        """Follow the commits of a step (prefill chunks included)."""
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        """Draft `batch.lengths[r]` tokens for each request."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a request that ended or was preempted."""
