@@ -1,0 +1,136 @@
+"""Acceptance rules: which drafts become output, and the one token the target adds.
+
+Pure functions of tensors on one device: no host synchronisation, randomness passed in. Request r owns
+target rows row_start[r] .. row_start[r] + lengths[r]: slot k's row scores draft k, the last row the bonus.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dspark.core import Verdict
+from dspark.sampling import sample
+
+__all__ = ["greedy_rule", "ratio_rule", "tolerates_live"]
+
+
+def tolerates_live(greedy: np.ndarray, one_hot_proposals: bool) -> np.ndarray:
+    """Which rows stay exact when the schedule looks at the block it schedules, [R] bool.
+
+    Rows at temperature 0 do: they emit the target's argmax whatever was drafted. So do all rows where the
+    proposals are deterministic and scored as one-hot p_d: looking at them reveals nothing random.
+    """
+    return np.asarray(greedy, dtype=bool) | one_hot_proposals
+
+
+def ratio_rule(
+    draft_tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    p_draft: torch.Tensor | None,
+    vocab: torch.Tensor | None,
+    p_target: torch.Tensor,
+    row_start: torch.Tensor,
+    accept_u: torch.Tensor,
+    resample_u: torch.Tensor,
+) -> Verdict:
+    """Rejection sampling with a residual (Leviathan et al. 2023, algorithm 1; Chen et al. 2023).
+
+    Accept x_k while u_k p_d(x_k) < p_t(x_k). The next token comes from norm(max(p_t - p_d, 0)) at the first
+    rejected slot, or from p_t behind a fully accepted block. Output is distributed as p_t exactly, provided
+    x_k was sampled from `p_draft[:, k]` and the uniforms are fresh.
+
+    A residual that is zero everywhere (p_t = p_d up to rounding) is replaced by p_t. A proposal with
+    p_d(x) = 0, which sampling cannot produce, is treated as the formula reads: accepted iff p_t(x) > 0.
+
+    Args:
+        draft_tokens: [R, g] int64, target token ids; slots at and past a length are ignored.
+        lengths: [R] int64, scheduled drafts of each request, 0..g.
+        p_draft: [R, g, Vd], the array the drafts were sampled from, or None for one-hot proposals.
+        vocab: [Vd] int64, distinct target ids of the draft vocabulary; None where Vd == V.
+        p_target: [N, V].
+        row_start: [R] int64, the target row of each request's slot 0.
+        accept_u: [R, g] uniforms in [0, 1).
+        resample_u: [R] uniforms in [0, 1).
+    """
+    R, g = draft_tokens.shape
+    if R == 0:
+        return _nothing(draft_tokens)
+    scheduled = torch.arange(g, device=lengths.device) < lengths[:, None]  # [R, g]
+    tokens = draft_tokens.masked_fill(~scheduled, 0)  # what lies past a length may be anything
+    p_x = p_target[_slot_rows(row_start, g, p_target.shape[0]), tokens]  # [R, g]
+    q_x = torch.ones_like(p_x) if p_draft is None else _draft_probability(tokens, p_draft, vocab, p_target)
+    accepted = accept_u.double() * q_x.double() < p_x.double()
+    num_accepted = _leading(accepted & scheduled)
+    rejected = num_accepted < lengths
+    p_next = p_target[row_start + num_accepted]  # [R, V]
+    if g == 0:
+        return Verdict(num_accepted=num_accepted, next_token=sample(p_next, resample_u))
+
+    slot = num_accepted.clamp(max=g - 1)
+    if p_draft is None:
+        x = tokens.gather(1, slot[:, None])  # [R, 1]
+        kept = p_next.gather(1, x).masked_fill(rejected[:, None], 0)
+        residual = p_next.scatter(1, x, kept)
+    else:
+        q = p_draft[torch.arange(R, device=slot.device), slot].masked_fill(~rejected[:, None], 0)  # [R, Vd]
+        residual = _subtract(p_next, q.to(p_next.dtype), vocab).clamp_(min=0)
+    empty = residual.sum(-1, keepdim=True) <= 0
+    return Verdict(
+        num_accepted=num_accepted, next_token=sample(torch.where(empty, p_next, residual), resample_u)
+    )
+
+
+def greedy_rule(
+    draft_tokens: torch.Tensor, lengths: torch.Tensor, target_tokens: torch.Tensor, row_start: torch.Tensor
+) -> Verdict:
+    """The ratio rule's limit at temperature 0: accept while the draft is the target's argmax.
+
+    Args:
+        draft_tokens: [R, g] int64.
+        lengths: [R] int64, 0..g.
+        target_tokens: [N] int64, argmax of each target row.
+        row_start: [R] int64, the target row of each request's slot 0.
+    """
+    R, g = draft_tokens.shape
+    if R == 0:
+        return _nothing(draft_tokens)
+    scheduled = torch.arange(g, device=lengths.device) < lengths[:, None]  # [R, g]
+    accepted = draft_tokens == target_tokens[_slot_rows(row_start, g, target_tokens.shape[0])]
+    num_accepted = _leading(accepted & scheduled)
+    return Verdict(num_accepted=num_accepted, next_token=target_tokens[row_start + num_accepted])
+
+
+def _nothing(draft_tokens: torch.Tensor) -> Verdict:
+    none = draft_tokens.new_zeros(0)
+    return Verdict(num_accepted=none, next_token=none)
+
+
+def _slot_rows(row_start: torch.Tensor, g: int, num_rows: int) -> torch.Tensor:
+    """[R, g] target row of each slot; slots past a length may point anywhere, so keep them in range."""
+    slots = torch.arange(g, device=row_start.device)
+    return (row_start[:, None] + slots).clamp_(max=num_rows - 1)
+
+
+def _leading(accepted: torch.Tensor) -> torch.Tensor:
+    """[R] number of accepted slots before the first that is not."""
+    return accepted.long().cumprod(-1).sum(-1)
+
+
+def _draft_probability(
+    tokens: torch.Tensor, p_draft: torch.Tensor, vocab: torch.Tensor | None, p_target: torch.Tensor
+) -> torch.Tensor:
+    """[R, g] p_d(x_k); 0 for a token outside the draft vocabulary."""
+    if vocab is None:
+        assert p_draft.shape[-1] == p_target.shape[-1], "a pruned draft vocabulary needs `vocab`"
+        return p_draft.gather(-1, tokens[..., None]).squeeze(-1)
+    draft_ids = torch.full((p_target.shape[-1],), -1, dtype=torch.int64, device=tokens.device)
+    draft_ids[vocab] = torch.arange(vocab.shape[0], device=tokens.device)
+    ids = draft_ids[tokens]
+    p = p_draft.gather(-1, ids.clamp(min=0)[..., None]).squeeze(-1)
+    return p.masked_fill(ids < 0, 0)
+
+
+def _subtract(p: torch.Tensor, q: torch.Tensor, vocab: torch.Tensor | None) -> torch.Tensor:
+    """p - q, [R, V], where q [R, Vd] lives on the draft vocabulary."""
+    return p - q if vocab is None else p.index_add(1, vocab, q, alpha=-1)

@@ -1,0 +1,86 @@
+"""Shape and conventions of a trained block drafter (DSpark, DFlash): what its checkpoint must state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dspark.core import DSparkError
+from dspark.target.config import DecoderConfig
+
+__all__ = ["HEAD_TYPES", "DrafterConfig"]
+
+HEAD_TYPES = ("vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """A block drafter over a target with `hidden_size` and `vocab_size`.
+
+    Slot convention: anchor-first, `block_size` inputs (anchor and block_size - 1 masks) give `block_size`
+    predictions. `taps`: target layer ids, L is the hidden state after layer L, -1 the embedding output.
+    `markov_rank` 0 means no sequential head (DFlash). `draft_vocab_size` None means the full vocabulary.
+
+    Raises:
+        DSparkError: values that contradict each other.
+    """
+
+    method: str
+    block_size: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_context: int
+    qk_norm: bool
+    vocab_size: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    confidence_head: bool = False
+    confidence_with_markov: bool = True
+    draft_vocab_size: int | None = None
+    target_identity: str = ""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.method in ("dspark", "dflash"), f"method must be dspark or dflash, got {self.method!r}"),
+            (self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}"),
+            (self.num_layers >= 1, f"num_layers must be at least 1, got {self.num_layers}"),
+            (bool(self.taps), "taps must name at least one target layer"),
+            (0 <= self.mask_token_id < self.vocab_size, f"mask_token_id {self.mask_token_id} is outside the vocabulary"),
+            (self.markov_rank >= 0, f"markov_rank must be 0 or more, got {self.markov_rank}"),
+            (self.markov_head_type in HEAD_TYPES, f"markov_head_type must be one of {HEAD_TYPES}, got {self.markov_head_type!r}"),
+            (self.method != "dflash" or not self.markov_rank, "a dflash drafter has no sequential head: markov_rank must be 0"),
+            (self.method != "dspark" or self.markov_rank > 0, "a dspark drafter needs a sequential head: markov_rank above 0"),
+        )
+        for ok, message in checks:
+            if not ok:
+                raise DSparkError(message)
+
+    @property
+    def output_vocab_size(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def layer_config(self) -> DecoderConfig:
+        """The draft layers as decoder layers."""
+        return DecoderConfig(
+            model_type="drafter",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_theta=self.rope_theta,
+            max_context=self.max_context,
+            tie_embeddings=True,
+            qk_norm=self.qk_norm,
+        )

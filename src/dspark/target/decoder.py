@@ -1,0 +1,237 @@
+"""The dense decoder: Llama / SmolLM, Qwen2 and Qwen3 over a flat ragged batch.
+
+Rows of any number of requests lie side by side, [N, hidden]; only attention knows which row belongs to whom.
+The same layers run in two ways: `forward` over the paged KV pool (serving), `hidden_states` over whole
+sequences without a cache (training features, reference).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.core import DSparkError
+from dspark.kernels.attention import AttentionPlan, paged_attention, store_kv
+from dspark.kernels.linear import pack_linears
+from dspark.kv import KVPool
+from dspark.target.base import ForwardBatch, TargetOutput
+from dspark.target.config import DecoderConfig
+
+__all__ = ["Decoder", "DecoderLayer", "RMSNorm", "Rotary", "apply_rotary", "causal_attention", "fuse_weights"]
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [N, h, d], k, v [N, kvh, d] -> [N, h, d]
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in the rows' precision: the fused kernel needs gain and rows of one dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class Rotary(nn.Module):
+    """Rotary embedding, rotate-half convention; tables for every position up to `max_context`."""
+
+    def __init__(self, head_dim: int, theta: float, max_context: int) -> None:
+        super().__init__()
+        inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angles = torch.arange(max_context, dtype=torch.float64)[:, None] * inverse
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", angles.cos().float(), persistent=False)  # [max_context, head_dim / 2]
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin [N, 1, head_dim / 2] for positions [N]."""
+        return self.cos[positions].to(dtype)[:, None], self.sin[positions].to(dtype)[:, None]
+
+
+def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate heads x [N, h, d] by cos, sin [N, 1, d / 2]."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and SwiGLU MLP. q, k, v are one product, gate and up another."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
+        qkv_size = q_size + 2 * config.num_kv_heads * config.head_dim
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.post_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.qkv_proj = nn.Linear(hidden, qkv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, hidden, bias=False)
+        self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        q, k, v = self.project(self.input_norm(x), rotary)
+        x = x + self.o_proj(attend(q, k, v).flatten(1))
+        gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q [N, h, d], rotated k and plain v [N, kvh, d] of normed rows [N, hidden]."""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            return apply_rotary(self.q_norm(q), rotary), apply_rotary(self.k_norm(k), rotary), v
+        rotated = apply_rotary(heads[:, : self.heads + self.kv_heads], rotary)
+        return rotated[:, : self.heads], rotated[:, self.heads :], v
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model; implements the `Target` protocol.
+
+    Build one with `target.load`, or `from_weights` on a mapping with HF names.
+    """
+
+    def __init__(self, config: DecoderConfig, identity: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.identity = identity
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.max_context = config.max_context
+        self.eos_token_ids = config.eos_token_ids
+        self.kv_specs = config.kv_specs
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed.weight
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
+
+    @classmethod
+    def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], identity: str = "") -> Decoder:
+        """Weights as `hf.read_weights` gives them; shapes and names were checked there."""
+        with torch.device("meta"):
+            model = cls(config, identity)
+        model.load_state_dict(fuse_weights(config, weights), strict=True, assign=True)
+        if config.tie_embeddings:
+            model.lm_head.weight = model.embed.weight
+        model.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
+        return model.requires_grad_(False).eval()
+
+    def prepare(self, device: torch.device | str = "cpu") -> Decoder:
+        """Move to `device` and pack the weights once for few-row products (serving only, no gradients)."""
+        self.to(device)
+        pack_linears(self)
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...] = ()) -> TargetOutput:
+        """One pass over ragged rows; see `Target.forward`."""
+        plan = AttentionPlan.of(batch, pool.block_size)
+        scale = self.config.head_dim**-0.5
+
+        def attend_in(layer: int) -> Attend:
+            k_pool, v_pool, window = pool.k[layer], pool.v[layer], self.kv_specs[layer].window
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                store_kv(k, v, k_pool, v_pool, plan)
+                return paged_attention(q, k_pool, v_pool, plan, scale, window)
+
+            return attend
+
+        x, tapped = self._run(batch.token_ids, batch.positions, attend_in, taps)
+        if batch.logit_rows is not None:
+            x = x[batch.logit_rows]
+        return TargetOutput(logits=self.lm_head(self.norm(x)), taps=torch.cat(tapped, -1) if taps else None)
+
+    def hidden_states(self, token_ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Features of whole sequences, token_ids [B, S] padded on the right where lengths differ.
+
+        Returns taps [B, S, m * hidden] and the last hidden state after the final norm [B, S, hidden]. Causal
+        attention never looks at padding on the right, so rows of real tokens are exact.
+        """
+        batch, size = token_ids.shape
+        positions = torch.arange(size, device=token_ids.device).repeat(batch)
+        scale = self.config.head_dim**-0.5
+
+        def attend_in(layer: int) -> Attend:
+            window = self.kv_specs[layer].window
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                rows = (t.unflatten(0, (batch, size)).transpose(1, 2) for t in (q, k, v))
+                return causal_attention(*rows, scale, window).transpose(1, 2).flatten(0, 1)
+
+            return attend
+
+        x, tapped = self._run(token_ids.flatten(), positions, attend_in, taps)
+        features = torch.cat(tapped, -1) if taps else x[:, :0]
+        return features.unflatten(0, (batch, size)), self.norm(x).unflatten(0, (batch, size))
+
+    def _run(
+        self, token_ids: Tensor, positions: Tensor, attend_in: Callable[[int], Attend], taps: tuple[int, ...]
+    ) -> tuple[Tensor, list[Tensor]]:
+        if taps and not (min(taps) >= -1 and max(taps) < len(self.layers)):
+            raise DSparkError(f"taps {taps} are outside this model's layers -1..{len(self.layers) - 1}")
+        x = self.embed(token_ids)
+        rotary = self.rotary(positions, x.dtype)
+        states = {-1: x}
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotary, attend_in(i))
+            if i in taps:
+                states[i] = x
+        return x, [states[t] for t in taps]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """Dense causal attention q [B, h, S, d], k, v [B, kvh, S, d] -> [B, h, S, d]; `window` limits the look-back."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if window is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    i = torch.arange(q.shape[2], device=q.device)
+    visible = (i[:, None] >= i) & (i[:, None] - i < window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+
+
+def fuse_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """HF names -> this module's names, with q|k|v and gate|up concatenated."""
+    fused = {"embed.weight": weights["model.embed_tokens.weight"], "norm.weight": weights["model.norm.weight"]}
+    head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    fused["lm_head.weight"] = weights[head]
+    for i in range(config.num_layers):
+        fused |= fuse_layer(f"model.layers.{i}.", f"layers.{i}.", config, weights)
+    return fused
+
+
+def fuse_layer(source: str, to: str, config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One layer's tensors, renamed from prefix `source` to prefix `to`."""
+
+    def joined(block: str, names: tuple[str, ...], kind: str) -> Tensor:
+        return torch.cat([weights[f"{source}{block}.{n}_proj.{kind}"] for n in names])
+
+    fused = {
+        f"{to}input_norm.weight": weights[f"{source}input_layernorm.weight"],
+        f"{to}post_norm.weight": weights[f"{source}post_attention_layernorm.weight"],
+        f"{to}qkv_proj.weight": joined("self_attn", ("q", "k", "v"), "weight"),
+        f"{to}o_proj.weight": weights[f"{source}self_attn.o_proj.weight"],
+        f"{to}gate_up_proj.weight": joined("mlp", ("gate", "up"), "weight"),
+        f"{to}down_proj.weight": weights[f"{source}mlp.down_proj.weight"],
+    }
+    if config.attention_bias:
+        fused[f"{to}qkv_proj.bias"] = joined("self_attn", ("q", "k", "v"), "bias")
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            fused[f"{to}{name}.weight"] = weights[f"{source}self_attn.{name}.weight"]
+    return fused

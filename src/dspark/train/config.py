@@ -1,0 +1,116 @@
+"""Training configuration: a TOML file, overridden by `key=value`."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from dspark.core import DSparkError
+
+__all__ = ["TrainConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything a run depends on. Unknown keys are refused.
+
+    `steps` steps of `sequences_per_step` sequences with up to `anchors_per_sequence` anchors each. `dtype` is
+    the precision of the target's features and of the products ("bfloat16" or "float32"); weights and the
+    optimiser stay float32. `keep_features` trades memory for speed: features are computed once.
+    """
+
+    target: str = "smollm2-135m"
+    data: tuple[str, ...] = ()
+    output: str = "runs/dspark"
+    method: str = "dspark"
+    block_size: int = 7
+    num_layers: int = 2
+    taps: tuple[int, ...] = (5, 11, 17, 23, 28)
+    markov_rank: int = 64
+    markov_head_type: str = "vanilla"
+    confidence_head: bool = True
+    draft_vocab_size: int | None = 8192
+    mask_token: str | None = None
+    warm_start: bool = True
+    bigram_strength: float = 0.7
+    max_length: int = 1024
+    held_out: float = 0.04
+    steps: int = 4000
+    sequences_per_step: int = 8
+    anchors_per_sequence: int = 48
+    lr: float = 6e-4
+    head_lr_scale: float = 1.0
+    min_lr_share: float = 0.05
+    warmup: float = 0.04
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    ce: float = 0.1
+    l1: float = 0.9
+    confidence: float = 1.0
+    kl: float = 0.0
+    regression: float = 0.0
+    decay: float = 4.0
+    dtype: str = "bfloat16"
+    keep_features: bool = False
+    eval_every: int = 250
+    save_every: int = 250
+    seed: int = 0
+    threads: int | None = None
+    init_from: str | None = None
+
+    @staticmethod
+    def load(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+        """Read a TOML file; `overrides` are `key=value` with TOML values (bare words are strings).
+
+        Raises:
+            DSparkError: unreadable file, unknown key, wrong type.
+        """
+        try:
+            values = tomllib.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise DSparkError(f"cannot read training config {path}: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise DSparkError(f"{path} is not valid TOML: {error}") from error
+        for item in overrides:
+            key, separator, text = item.partition("=")
+            if not separator:
+                raise DSparkError(f"--set takes key=value, got {item!r}")
+            values[key.strip()] = _parse(text.strip())
+        return TrainConfig.of(values)
+
+    @staticmethod
+    def of(values: dict[str, Any]) -> TrainConfig:
+        hints = get_type_hints(TrainConfig)
+        known = {f.name for f in dataclasses.fields(TrainConfig)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise DSparkError(f"unknown training option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        clean = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        for key, value in clean.items():
+            if not _fits(value, str(hints[key])):
+                raise DSparkError(f"training option {key} = {value!r} does not fit its type {hints[key]}")
+            if "float" in str(hints[key]) and isinstance(value, int):
+                clean[key] = float(value)
+        return TrainConfig(**clean)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _fits(value: Any, hint: str) -> bool:
+    kinds = {"bool": bool, "int": int, "float": (int, float), "str": str, "tuple": tuple, "None": type(None)}
+    for name, kind in kinds.items():
+        if name in hint and isinstance(value, kind):  # type: ignore[arg-type]
+            return not isinstance(value, bool) or "bool" in hint
+    return False

@@ -1,0 +1,127 @@
+"""From a training configuration to a trainer: data, draft vocabulary, model, warm start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dspark.core import DSparkError
+from dspark.drafters.backbone import BlockDrafterModel
+from dspark.drafters.config import DrafterConfig
+from dspark.target.decoder import Decoder
+from dspark.target.load import load_decoder
+from dspark.target.tokenizer import Tokenizer
+from dspark.target.zoo import resolve
+from dspark.train.config import TrainConfig
+from dspark.train.data import Sequence, load_sequences, split
+from dspark.train.trainer import Trainer
+from dspark.train.warm_start import bigram_scores, copy_last_layers, init_head_from_bigrams, share_embeddings
+
+__all__ = ["build_trainer", "draft_vocabulary", "drafter_config", "token_counts"]
+
+
+def token_counts(sequences: list[Sequence], vocab_size: int) -> torch.Tensor:
+    """How often each token occurs in the answers: [V] float32."""
+    counts = Counter(t for s in sequences for t in s.token_ids[s.answer_start :])
+    out = torch.zeros(vocab_size)
+    for token, count in counts.items():
+        out[token] = count
+    return out
+
+
+def draft_vocabulary(counts: torch.Tensor, size: int | None, keep: tuple[int, ...]) -> torch.Tensor:
+    """The `size` most frequent tokens (ties: lowest id) and `keep`, in order of id: [Vd] int64."""
+    if size is None or size >= len(counts):
+        return torch.arange(len(counts))
+    ranked = counts.clone()
+    ranked[list(keep)] = float("inf")
+    return torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values
+
+
+def drafter_config(config: TrainConfig, target: Decoder, mask_token_id: int) -> DrafterConfig:
+    """A drafter whose layers have the target's shape."""
+    shape = target.config
+    return DrafterConfig(
+        method=config.method,
+        block_size=config.block_size,
+        num_layers=config.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_theta=shape.rope_theta,
+        max_context=shape.max_context,
+        qk_norm=shape.qk_norm,
+        vocab_size=shape.vocab_size,
+        mask_token_id=mask_token_id,
+        taps=config.taps,
+        markov_rank=config.markov_rank if config.method == "dspark" else 0,
+        markov_head_type=config.markov_head_type,
+        confidence_head=config.confidence_head and config.method == "dspark",
+        draft_vocab_size=config.draft_vocab_size,
+        target_identity=target.identity,
+    )
+
+
+def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) -> Trainer:
+    """Everything ready to `run()`; resumes when the output directory holds a state."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    directory = resolve(config.target)
+    tokenizer = Tokenizer(directory)
+    target = load_decoder(directory, getattr(torch, config.dtype))
+    sequences = load_sequences([Path(p) for p in config.data], tokenizer, config.max_length)
+    if len(sequences) < 2:
+        raise DSparkError("training needs at least two answers; name jsonl files in `data`")
+    train, held_out = split(sequences, config.held_out, config.seed)
+    counts = token_counts(train, target.vocab_size)
+    mask = tokenizer.encode(config.mask_token)[0] if config.mask_token else _spare_token(counts, target)
+    model = BlockDrafterModel(drafter_config(config, target, mask))
+    model.vocab = draft_vocabulary(counts, config.draft_vocab_size, target.eos_token_ids)
+    covered = float(counts[model.vocab].sum() / counts.sum())
+    report(f"{len(train)} sequences, {int(counts.sum())} answer tokens, {100 * covered:.1f}% inside the draft vocabulary")
+    share_embeddings(model, target)
+    trainer = Trainer(config, model, target, train, held_out)
+    if trainer.resume():
+        report(f"resumed at step {trainer.step}")
+    elif config.init_from:
+        state = torch.load(config.init_from, weights_only=True)["model"]
+        model.load_state_dict(state, strict=False)
+        report(f"weights from {config.init_from}")
+    elif config.warm_start:
+        _warm_start(model, target, tokenizer, counts, config, report)
+    return trainer
+
+
+def _spare_token(counts: torch.Tensor, target: Decoder) -> int:
+    """A token id that never occurs in the answers, to stand for a masked slot."""
+    free = (counts == 0).nonzero().squeeze(1)
+    free = free[~torch.isin(free, torch.tensor(target.eos_token_ids))]
+    return int(free[0]) if len(free) else 0
+
+
+def _warm_start(
+    model: BlockDrafterModel,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    counts: torch.Tensor,
+    config: TrainConfig,
+    report: Callable[[str], None],
+) -> None:
+    copy_last_layers(model, target)
+    if model.head is not None:
+        report("computing the target's bigram table")
+        prefix = torch.tensor(tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}]))[-3:]
+        seen = counts.nonzero().squeeze(1)  # a token that never occurs starts without a bias
+        scores = torch.zeros(target.vocab_size, len(model.vocab), dtype=torch.bfloat16)
+        scores[seen] = bigram_scores(target, seen, model.vocab, prefix)
+        share = init_head_from_bigrams(
+            model, scores, counts + 0.5, counts[model.vocab] + 0.5, config.bigram_strength, config.seed
+        )
+        report(f"sequential head starts with {100 * share:.0f}% of the bigram table's weight")

@@ -1,0 +1,197 @@
+"""The training loop: frozen target, random anchors, checkpoints that resume exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.drafters.backbone import BlockDrafterModel
+from dspark.target.decoder import Decoder
+from dspark.train.blocks import BlockBatch, block_forward, draw_anchors, make_batch
+from dspark.train.config import TrainConfig
+from dspark.train.data import Sequence
+from dspark.train.features import FeatureSource
+from dspark.train.losses import BlockLoss, LossWeights, block_loss
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains `model` against `target` on `sequences`; evaluates on `held_out`.
+
+    What a step sees depends on (seed, step) alone, so a resumed run repeats the uninterrupted one.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: BlockDrafterModel,
+        target: Decoder,
+        sequences: list[Sequence],
+        held_out: list[Sequence],
+    ) -> None:
+        self.config, self.model = config, model
+        self.sequences, self.held_out = sequences, held_out
+        self.features = FeatureSource(target, model.config.taps, config.keep_features)
+        self.held_out_features = FeatureSource(target, model.config.taps, True)
+        self.dtype = getattr(torch, config.dtype)
+        model.lm_head.to(self.dtype)  # frozen: cast once, not at every step
+        self.output_rows = target.lm_head.weight[model.vocab].to(self.dtype)  # [Vd, H]
+        self.draft_ids = torch.full((model.config.vocab_size,), -1, dtype=torch.int64)
+        self.draft_ids[model.vocab] = torch.arange(len(model.vocab))
+        self.weights = LossWeights(
+            config.ce, config.l1, config.confidence, config.kl, config.regression, config.decay
+        )
+        head = [p for n, p in model.named_parameters() if p.requires_grad and n.startswith("head.")]
+        body = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("head.")]
+        groups = [{"params": body, "scale": 1.0}, {"params": head, "scale": config.head_lr_scale}]
+        self.optimizer = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=config.lr, betas=(0.9, 0.98), weight_decay=config.weight_decay, fused=True
+        )
+        self.step, self.blocks = 0, 0
+        self.output = Path(config.output)
+
+    def batch(self, step: int) -> BlockBatch:
+        """The blocks of a step: an epoch order of the sequences, and anchors drawn at random."""
+        per_step, count = self.config.sequences_per_step, len(self.sequences)
+        chosen = []
+        for i in range(step * per_step, (step + 1) * per_step):
+            epoch, index = divmod(i, count)
+            chosen.append(self.sequences[_epoch_order(count, self.config.seed, epoch)[index]])
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
+        anchors = [draw_anchors(s, self.config.anchors_per_sequence, generator) for s in chosen]
+        return make_batch(chosen, self.features(chosen), anchors, self.model.config.block_size)
+
+    def loss(self, batch: BlockBatch) -> tuple[BlockLoss, Tensor, Tensor]:
+        """The loss of a batch, with its draft logits and target probabilities [n, gamma, Vd]."""
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+            hidden, logits, confidence = block_forward(self.model, batch)
+        with torch.no_grad():
+            p_target = self.target_probabilities(batch)
+        labels = self.draft_ids[batch.tokens[:, 1:]]
+        loss = block_loss(
+            logits, p_target, labels, batch.mask, self.weights, confidence, hidden, batch.last_hidden
+        )
+        return loss, logits, p_target
+
+    def target_probabilities(self, batch: BlockBatch) -> Tensor:
+        """p_t of the draft vocabulary at each slot [n, gamma, Vd], exact over the full vocabulary.
+
+        Neighbouring anchors share label positions: each is computed once.
+        """
+        n, gamma = batch.mask.shape
+        starts = torch.repeat_interleave(
+            torch.tensor([sum(batch.seq_lens[:i]) for i in range(len(batch.seq_lens))]), torch.tensor(batch.counts)
+        )
+        at = (starts + batch.anchors)[:, None] + torch.arange(gamma)  # global index of the predicting row
+        rows, inverse = at.flatten().unique(return_inverse=True)
+        first = torch.zeros(len(rows), dtype=torch.int64)
+        first[inverse] = torch.arange(n * gamma)
+        hidden = batch.last_hidden.flatten(0, 1)[first].to(self.dtype)
+        logits = (hidden @ self.output_rows.T).float() - batch.log_normalizer.flatten()[first][:, None]
+        return logits.exp_().to(self.dtype)[inverse].unflatten(0, (n, gamma))
+
+    def train_step(self) -> dict[str, float]:
+        lr = self.config.lr * _schedule(self.step, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
+        batch = self.batch(self.step)
+        self.model.train()
+        loss, _, _ = self.loss(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.total.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.step += 1
+        self.blocks += len(batch.anchors)
+        covered = loss.overlap.sum(0) / batch.mask.sum(0).clamp(min=1)
+        return {"loss": float(loss.total.detach()), **{k: float(v) for k, v in loss.terms.items()}, "lr": lr, "overlap1": float(covered[0])}
+
+    @torch.no_grad()
+    def evaluate(self, max_sequences: int = 64) -> dict[str, Any]:
+        """Teacher-forced measures on held-out sequences, per slot.
+
+        `overlap`: sum(min(p_d, p_t)). `tau_sampled` = 1 + sum of its running products; `tau_greedy` counts
+        slots while both argmaxes agree. Both forecast accepted length, bonus included.
+        """
+        self.model.eval()
+        overlap, agree, masks = [], [], []
+        for at in range(0, min(max_sequences, len(self.held_out)), 8):
+            part = self.held_out[at : at + 8]
+            generator = torch.Generator().manual_seed(at)
+            anchors = [draw_anchors(s, 64, generator) for s in part]
+            batch = make_batch(part, self.held_out_features(part), anchors, self.model.config.block_size)
+            loss, logits, p_target = self.loss(batch)
+            outside = p_target.sum(-1) + p_target.amax(-1) < 1  # the argmax may lie outside the draft vocabulary
+            agree.append((logits.argmax(-1) == p_target.argmax(-1)) & ~outside)
+            overlap.append(loss.overlap)
+            masks.append(batch.mask)
+        whole = torch.cat(masks).all(-1)
+        c, same = torch.cat(overlap)[whole], torch.cat(agree)[whole].float()
+        return {
+            "overlap": c.mean(0).tolist(),
+            "tau_sampled": float(1 + c.cumprod(-1).sum(-1).mean()),
+            "agreement": same.mean(0).tolist(),
+            "tau_greedy": float(1 + same.cumprod(-1).sum(-1).mean()),
+        }
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Train to `config.steps`, yielding one log record per evaluation; saves as it goes."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        started, blocks = time.perf_counter(), self.blocks
+        losses: list[dict[str, float]] = []
+        while self.step < self.config.steps:
+            losses.append(self.train_step())
+            last = self.step == self.config.steps
+            if self.step % self.config.eval_every == 0 or last:
+                rate = (self.blocks - blocks) / (time.perf_counter() - started)
+                mean = {k: sum(r[k] for r in losses) / len(losses) for k in losses[0]}
+                record = {"step": self.step, "blocks": self.blocks, "blocks_per_s": rate, **mean, **self.evaluate()}
+                with (self.output / "log.jsonl").open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(record) + "\n")
+                started, blocks, losses = time.perf_counter(), self.blocks, []
+                yield record
+            if self.step % self.config.save_every == 0 or last:
+                self.save()
+
+    def save(self) -> None:
+        """Write the resume state; replaced atomically."""
+        frozen = ("embed.", "lm_head.")
+        weights = {k: v for k, v in self.model.state_dict().items() if not k.startswith(frozen)}
+        state = {"model": weights, "optimizer": self.optimizer.state_dict(), "step": self.step, "blocks": self.blocks}
+        part = self.output / "state.pt.part"
+        torch.save(state, part)
+        part.replace(self.output / "state.pt")
+
+    def resume(self) -> bool:
+        """Continue from the output directory's state, if it has one."""
+        path = self.output / "state.pt"
+        if not path.exists():
+            return False
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"], strict=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.blocks = state["step"], state["blocks"]
+        return True
+
+
+
+
+def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 7919 + epoch)).tolist()
+
+
+def _schedule(step: int, config: TrainConfig) -> float:
+    """Linear warm-up, cosine decay to `min_lr_share`."""
+    warm = max(1, round(config.warmup * config.steps))
+    if step < warm:
+        return (step + 1) / warm
+    progress = (step - warm) / max(1, config.steps - warm)
+    return config.min_lr_share + (1 - config.min_lr_share) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -1,0 +1,100 @@
+"""Start a drafter from what the target already knows.
+
+Draft layers copy the target's last layers and read context aligned with them; the sequential head starts as a
+low-rank factorisation of the target's own bigram table.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.core import DSparkError
+from dspark.drafters.backbone import BlockDrafterModel
+from dspark.target.decoder import Decoder, DecoderLayer
+
+__all__ = ["bigram_scores", "copy_last_layers", "init_head_from_bigrams", "share_embeddings"]
+
+
+def share_embeddings(model: BlockDrafterModel, target: Decoder) -> None:
+    """Embedding and LM head are the target's rows, frozen (section 2 of the algorithm)."""
+    model.embed.weight.data = target.embed.weight.detach().float()
+    model.lm_head.weight.data = target.lm_head.weight.detach().float()[model.vocab]
+    model.embed.requires_grad_(False)
+    model.lm_head.requires_grad_(False)
+
+
+def copy_last_layers(model: BlockDrafterModel, target: Decoder) -> None:
+    """Copy the target's last layers and final norm; make the last tap the context.
+
+    A target layer computes keys from its normed input. Folding that norm's gain into the q/k/v weights lets one
+    context norm with gain 1 serve all draft layers: with the last tap right before a copied layer, that layer's
+    context keys and values start as exactly the target's.
+    """
+    config = model.config
+    if config.qk_norm != target.config.qk_norm or config.hidden_size != target.config.hidden_size:
+        raise DSparkError("warm start needs a drafter with the target's layer shape; set warm_start=false")
+    sources = list(target.layers)[-config.num_layers :]
+    for layer, source in zip(model.layers, sources, strict=True):
+        assert isinstance(layer, DecoderLayer)
+        assert isinstance(source, DecoderLayer)
+        state = {k: v.detach().float().clone() for k, v in source.state_dict().items()}
+        state["qkv_proj.weight"] *= state["input_norm.weight"]
+        state["input_norm.weight"] = torch.ones_like(state["input_norm.weight"])
+        layer.load_state_dict(state)
+    model.norm.weight.data = target.norm.weight.detach().float().clone()
+    model.hidden_norm.weight.data.fill_(1.0)
+    hidden = config.hidden_size
+    model.fc.weight.data.normal_(std=1e-3)
+    model.fc.weight.data[:, -hidden:] += torch.eye(hidden)
+
+
+@torch.no_grad()
+def bigram_scores(target: Decoder, tokens: Tensor, vocab: Tensor, prefix: Tensor, chunk: int = 512) -> Tensor:
+    """The target's centred log-probabilities of `vocab` right behind each token: [len(tokens), Vd].
+
+    Tokens stand behind `prefix`: the first position of a sequence behaves oddly (attention sink).
+    """
+    rows = []
+    for part in tokens.split(chunk):
+        ids = torch.cat((prefix.expand(len(part), -1), part[:, None]), 1)
+        _, hidden = target.hidden_states(ids, ())
+        logits = F.linear(hidden[:, -1], target.lm_head.weight[vocab]).float()
+        rows.append(logits.log_softmax(-1).clamp(min=-16.0).to(torch.bfloat16))
+    scores = torch.cat(rows)
+    mean = scores.float().mean(0, keepdim=True)
+    return scores.sub_(mean.to(scores.dtype))
+
+
+@torch.no_grad()
+def init_head_from_bigrams(
+    model: BlockDrafterModel, scores: Tensor, row_weight: Tensor, column_weight: Tensor, strength: float, seed: int
+) -> float:
+    """W1 W2 = weighted rank-r approximation of `strength * scores` [V, Vd] (randomised SVD).
+
+    `row_weight` [V] and `column_weight` [Vd] say how much a previous and a next token matter (their
+    frequencies, smoothed): the rank is spent where tokens occur. `scores` is overwritten.
+
+    Returns the share of the weighted table's variance that the rank captures.
+    """
+    head = model.head
+    if head is None:
+        return 0.0
+    rows, columns = row_weight.sqrt(), column_weight.sqrt()
+    table = scores.mul_(rows[:, None].to(scores.dtype)).mul_(columns.to(scores.dtype))
+    generator = torch.Generator().manual_seed(seed)
+    sketch = torch.randn(table.shape[1], head.rank + 16, generator=generator)
+    for _ in range(3):  # power iterations
+        basis = torch.linalg.qr((table @ sketch.to(table.dtype)).float()).Q
+        sketch = torch.linalg.qr((table.T @ basis.to(table.dtype)).float()).Q
+    basis = torch.linalg.qr((table @ sketch.to(table.dtype)).float()).Q  # [V, r + 16]
+    small = (basis.T.to(table.dtype) @ table).float()  # [r + 16, Vd]
+    u, s, vh = torch.linalg.svd(small, full_matrices=False)
+    root = (s[: head.rank] * strength).sqrt()
+    w1 = basis @ u[:, : head.rank] * root / rows[:, None]
+    w2 = vh[: head.rank].T * root / columns[:, None]
+    scale = (w2.square().mean().sqrt() / w1.square().mean().sqrt()).sqrt()  # equal magnitude on both sides
+    head.w1.weight.data, head.w2.weight.data = w1 * scale, (w2 / scale).contiguous()
+    total = sum(float(part.float().square().sum()) for part in table.split(4096))
+    return float(s[: head.rank].square().sum()) / total
