@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,11 +23,14 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StepEvent",
     "TokenLogprobs",
+    "TokenOrigin",
     "Verdict",
 ]
 
-FinishReason = str  # "stop" | "length" | "abort"
+FinishReason = Literal["stop", "length", "abort"]
+TokenOrigin = Literal["accepted", "corrected", "bonus", "plain"]  # plain: no draft was verified
 
 
 class DSparkError(ValueError):
@@ -279,3 +282,18 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What one step added to a request. `text` is safe to show: it can no longer change.
+
+    `origins[i]` says how `token_ids[i]` came about: a draft the target accepted, its correction of a rejected
+    draft, the bonus behind a fully accepted block, or plain decoding. `output` is set when the request ended.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    origins: list[TokenOrigin]
+    text: str
+    output: RequestOutput | None = None

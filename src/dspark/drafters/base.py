@@ -15,7 +15,7 @@ import torch
 
 from dspark.core import Draft, Request
 from dspark.kv import KVPool, LayerKV
-from dspark.sampling import SamplingRows
+from dspark.sampling import LogitsShaper, SamplingRows
 
 __all__ = ["Drafter", "ObserveBatch", "ProposeBatch"]
 
@@ -29,6 +29,7 @@ class ProposeBatch:
     lengths: np.ndarray  # [R] drafts wanted, from Policy.draft_lengths
     rows: SamplingRows  # [R] sampling parameters and random addresses
     block_tables: np.ndarray  # [R, max_blocks] int64
+    shapers: Sequence[LogitsShaper | None]  # [R] penalties, bias and masks, for drafters that sample
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     store_kv(k, v, pool.k[layer], pool.v[layer], plan)             # each layer
     out = paged_attention(q, pool.k[layer], pool.v[layer], plan, scale)
 
-float32 on a CPU takes the compiled path (`attention_numba`); everything else the torch reference beside it.
+float32 on a CPU takes the compiled path (`attention_cpu`); everything else the torch reference beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dspark.core import DSparkError
-from dspark.kernels import attention_numba as fast
+from dspark.kernels import attention_cpu as fast
 from dspark.target.base import ForwardBatch
 
 __all__ = [
@@ -132,8 +132,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """softmax(scale q k^T) v over each row's visible positions. Rows' own K and V must have been stored.
 
-    Row i of request r is at position p = context_lens[r] + i. It sees positions 0 .. p (causal), or all of the
-    request's stored positions, those of its rows included (not causal). With `window` positions up to
+    Row i of request r is at position p = context_lens[r] + i. It sees positions 0 .. p (causal), or all
+    stored positions of the request, those of its rows included (not causal). With `window`, positions up to
     p - window are hidden. The result of a row does not depend, to the last bit, on the other rows of the
     batch nor on the number of threads (compiled path).
 
@@ -187,5 +187,6 @@ def paged_attention_reference(
 
 def _check_pool(k_pool: torch.Tensor, v_pool: torch.Tensor, plan: AttentionPlan) -> None:
     """The compiled path trusts its indices: they must lie inside the pool."""
-    assert k_pool.is_contiguous() and v_pool.is_contiguous(), "pool layers are contiguous"
+    assert k_pool.is_contiguous(), "pool layers are contiguous"
+    assert v_pool.is_contiguous(), "pool layers are contiguous"
     assert k_pool.shape[0] >= plan.num_blocks_needed, "a block table or slot points outside the pool"

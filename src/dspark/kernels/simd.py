@@ -5,18 +5,18 @@ arithmetic, and its `exp` is a scalar call. Here accumulators live in registers;
 AVX-512, AVX2 or NEON. All addresses are integers (bytes), all data float32. The arithmetic of one query does
 not depend on how many are processed together, so results do not depend on the batch.
 
-NOTE: Numba's disk cache watches the file of the *calling* function. After editing this file, touch the callers.
+NOTE: Numba's disk cache watches the file of the *calling* function. After editing this, touch the callers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "MASKED", "fetch_add", "mix_values", "pointer", "score_keys", "softmax_strip"]
+__all__ = ["LANES", "MASKED", "fetch_add", "mix_values", "pointer", "prefetch", "score_keys", "softmax_strip"]
 
 LANES = 16
 MASKED = -1e30  # finite stand-in for -inf: differences of two stay finite
@@ -110,6 +110,22 @@ def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
+@intrinsic
+def prefetch(typingctx: Any, address: Any, count: Any) -> Any:
+    """Ask for `count` floats behind `address` to be brought near: blocks of a request are scattered in memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i32, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        with cgutils.for_range(builder, builder.sdiv(args[1], _I64(LANES))) as loop:
+            where = _at(builder, args[0], builder.mul(loop.index, _I64(LANES)), ir.IntType(8))
+            builder.call(ask, [where, i32(0), i32(2), i32(1)])  # read, second-level cache, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 @intrinsic(prefer_literal=True)
 def score_keys(
     typingctx: Any, count: Any, q: Any, head_dim: Any, k: Any, k_step: Any, s: Any, s_step: Any
@@ -173,8 +189,8 @@ def mix_values(
 def softmax_strip(typingctx: Any, vectors: Any, s: Any, low: Any, high: Any, peak: Any, mass: Any) -> Any:
     """One online-softmax step of one query, in base 2, over `vectors` (a literal) x 16 scores.
 
-    Replaces s[j] by 2^(s[j] - peak), and by 0 outside low <= j < high; updates the peak (1 float) and the mass
-    (16 partial sums) in place. Returns the factor by which earlier accumulators shrink.
+    Replaces s[j] by 2^(s[j] - peak), and by 0 outside low <= j < high; updates the peak (1 float) and
+    the mass (16 partial sums) in place. Returns the factor by which earlier accumulators shrink.
     """
     count = vectors.literal_value
 

@@ -110,6 +110,7 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
+        self._output_weight: Tensor = self.lm_head.weight.detach()
 
     @classmethod
     def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], identity: str = "") -> Decoder:
@@ -120,6 +121,7 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             model.lm_head.weight = model.embed.weight
         model.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
+        model._output_weight = model.lm_head.weight.detach()  # packing hides it; drafters share its rows
         return model.requires_grad_(False).eval()
 
     def prepare(self, device: torch.device | str = "cpu") -> Decoder:
@@ -127,6 +129,11 @@ class Decoder(nn.Module):
         self.to(device)
         pack_linears(self)
         return self
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Rows of the LM head [V, H], also after `prepare`."""
+        return self._output_weight
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,224 @@
+"""`dspark bench throughput`: decoding methods against each other on the same prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark.cli.options import METHODS, TRAINED, add_model_options, load_llm, speculative_config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dspark.evaluate.throughput import ThroughputSettings
+
+__all__ = ["add_parser", "read_conversations"]
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the `add_subparsers` object of `dspark`."""
+    parser = verbs.add_parser("bench", help="measure", description="Measurements that can be repeated.")
+    benches = parser.add_subparsers(title="benchmarks", dest="bench", metavar="BENCHMARK", required=True)
+    throughput = benches.add_parser("throughput", help="tokens/s of several methods", description=__doc__)
+    throughput.add_argument(
+        "--methods",
+        type=_methods,
+        default="none,ngram,dspark",
+        metavar="LIST",
+        help="%(default)s; ratios refer to none",
+    )
+    throughput.add_argument("--concurrency", type=_ints, default="1,4,16", metavar="LIST", help="%(default)s")
+    throughput.add_argument("--temperature", type=_floats, default="0,1", metavar="LIST", help="%(default)s")
+    throughput.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="of each answer (%(default)s)"
+    )
+    throughput.add_argument(
+        "--prompts",
+        default=None,
+        metavar="N|PATH",
+        help="the first N built-in prompts, or a .jsonl of messages or turns",
+    )
+    throughput.add_argument("--repeats", type=int, default=3, metavar="N", help="%(default)s")
+    throughput.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
+    throughput.add_argument("--json", metavar="PATH", help="write every figure there; - is stdout")
+    add_model_options(throughput, with_method=False)
+    throughput.set_defaults(run=run)
+
+
+def _methods(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in METHODS:
+            raise argparse.ArgumentTypeError(f"unknown method {name!r} (choose from {', '.join(METHODS)})")
+    return names
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(_numbers(text, int))
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(_numbers(text, float))
+
+
+def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return list(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,4") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the settings, load one LLM a method, measure, report."""
+    from dspark.evaluate.throughput import ThroughputSettings, run_throughput
+
+    settings = ThroughputSettings(
+        concurrency=args.concurrency,
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        repeats=args.repeats,
+        seed=args.seed,
+    )
+    _check(args)
+    conversations = read_conversations(args.prompts)
+    configs = {method: _config(args, method) for method in args.methods}
+    # One LLM a method, with room for the widest cell; narrower cells keep fewer requests in flight.
+    llms = {m: load_llm(args, config, max_num_seqs=max(args.concurrency)) for m, config in configs.items()}
+    tokenizer = next(iter(llms.values())).tokenizer
+    prompts = [tokenizer.apply_chat_template(messages) for messages in conversations]
+    with _progress(len(llms), settings) as progress:
+        results = run_throughput({m: llm.engine for m, llm in llms.items()}, prompts, settings, progress)
+    _report(args, prompts, results)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    from dspark.core import DSparkError
+
+    if args.drafter is not None and len(set(args.methods) & set(TRAINED)) != 1:
+        raise DSparkError(f"--drafter needs exactly one of {' and '.join(TRAINED)} among --methods")
+    if args.json not in (None, "-") and not Path(args.json).parent.is_dir():
+        raise DSparkError(f"no directory {str(Path(args.json).parent)!r} for the report: create it first")
+
+
+def _config(args: argparse.Namespace, method: str) -> dict[str, Any]:
+    """The method's share of the options: none drafts nothing, and only trained drafters have a file."""
+    drafter = args.drafter if method in TRAINED else None
+    return speculative_config(method, drafter, None if method == "none" else args.num_speculative_tokens)
+
+
+def read_conversations(prompts: str | None) -> list[list[dict[str, str]]]:
+    """Messages of each prompt: None all built-in ones, a number the first so many, else a .jsonl file.
+
+    A line is `{"messages": [...]}`, `{"turns": ["...", ...]}` (the first is asked) or `{"prompt": "..."}`.
+
+    Raises:
+        DSparkError: no such file, a line of another form, or nothing in it.
+    """
+    from dspark.core import DSparkError
+    from dspark.data import load_prompts
+
+    if prompts is None or prompts.isdecimal():
+        conversations = [p.messages for p in load_prompts(limit=None if prompts is None else int(prompts))]
+    else:
+        try:
+            text = Path(prompts).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise DSparkError(f"cannot read prompts from {prompts!r}: {error}") from None
+        # NOTE: not str.splitlines(), which also breaks at U+2028 and the like inside a JSON string.
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        conversations = [_messages(line, f"{prompts}, line {n}") for n, line in lines]
+    if not conversations:
+        raise DSparkError("there are no prompts: give a number of 1 or more, or a .jsonl file with some")
+    return conversations
+
+
+def _messages(line: str, where: str) -> list[dict[str, str]]:
+    from dspark.core import DSparkError
+
+    try:
+        match json.loads(line):
+            case {"messages": [_, *_] as messages}:
+                return list(messages)
+            case {"turns": [str(first), *_]} | {"prompt": str(first)}:
+                return [{"role": "user", "content": first}]
+    except json.JSONDecodeError as error:
+        raise DSparkError(f"{where} is not JSON ({error})") from None
+    raise DSparkError(f"{where}: expected an object with messages, turns or prompt")
+
+
+@contextmanager
+def _progress(methods: int, settings: ThroughputSettings) -> Iterator[Callable[[object], None]]:
+    """A bar on stderr; the function it gives is called behind each run."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        total = methods * settings.repeats * len(settings.concurrency) * len(settings.temperature)
+        task = bar.add_task("runs", total=total)
+        yield lambda run: bar.advance(task)
+
+
+def _report(args: argparse.Namespace, prompts: list[list[int]], results: dict[str, Any]) -> None:
+    """The JSON report where it was asked for; a table unless that is stdout."""
+    from dspark.cli.machine import machine, versions
+    from dspark.cli.terminal import Output, plain_json, write_json
+
+    hidden = ("run", "verb", "bench", "json", "model")
+    settings = {key: value for key, value in vars(args).items() if key not in hidden}
+    report = {
+        "format": "dspark-throughput",
+        "format_version": 1,
+        "versions": versions(),
+        "machine": machine(),
+        "model": args.model,
+        "settings": {**settings, "num_prompts": len(prompts), "prompt_tokens": sum(map(len, prompts))},
+        **results,
+    }
+    if args.json == "-":
+        return write_json(report, indent=1)
+    if args.json is not None:
+        text = json.dumps(plain_json(report), indent=1, allow_nan=False)
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    return Output().print(_table(report["summary"]))
+
+
+def _table(summary: list[dict[str, Any]]) -> Table:
+    """Medians, with the range over repeats where it matters."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from dspark.cli.terminal import figure
+
+    def median(spread: dict[str, float] | None, digits: int = 2) -> str:
+        return figure(None if spread is None else spread["median"], digits)
+
+    def ranged(spread: dict[str, float] | None, digits: int) -> str:
+        if spread is None:
+            return "-"
+        return f"{median(spread, digits)} ({figure(spread['min'], digits)}..{figure(spread['max'], digits)})"
+
+    table = Table(box=SIMPLE_HEAD, caption="median (min..max) over repeats; prompt processing included")
+    for column in ("T", "conc.", "method"):
+        table.add_column(column)
+    for column in ("tokens/s", "x none", "decode t/s", "acc. len.", "not looping", "repeats", "= none"):
+        table.add_column(column, justify="right")
+    for cell in summary:
+        table.add_row(
+            f"{cell['temperature']:g}",
+            str(cell["concurrency"]),
+            cell["method"],
+            ranged(cell["output_tokens_per_s"], 1),
+            ranged(cell["ratio_to_none"], 2),
+            median(cell["decode_tokens_per_s"], 1),
+            median(cell["accepted_length"]),
+            median(cell["accepted_length_non_looping"]),
+            median(cell["repetition_share"]),
+            cell["identical"] or "-",
+        )
+    return table

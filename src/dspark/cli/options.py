@@ -1,0 +1,113 @@
+"""Options that several verbs share, and what is built from them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dspark.core import SamplingParams
+    from dspark.llm import LLM
+
+__all__ = [
+    "METHODS",
+    "TRAINED",
+    "add_model_options",
+    "add_sampling_options",
+    "load_llm",
+    "sampling_params",
+    "speculative_config",
+]
+
+METHODS = ("none", "ngram", "dspark", "dflash")
+TRAINED = ("dspark", "dflash")  # methods with a checkpoint
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def add_model_options(parser: argparse.ArgumentParser, with_method: bool = True) -> None:
+    """--model, --drafter, --num-speculative-tokens, --device, --dtype, and --method where there is one."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="known name, Hugging Face directory or .gguf file (%(default)s)",
+    )
+    if with_method:
+        group.add_argument("--method", choices=METHODS, default="dspark", help="who drafts (%(default)s)")
+    group.add_argument(
+        "--drafter", metavar="PATH", help="drafter checkpoint; without it the one shipped for the model"
+    )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="N",
+        help="drafts a round at most; default: the drafter's block",
+    )
+    group.add_argument("--device", default="cpu", help="cpu, cuda, mps (%(default)s)")
+    group.add_argument("--dtype", default="float32", help="of the weights and the KV cache (%(default)s)")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The SamplingParams that the command line offers. Greedy unless told otherwise."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)"
+    )
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    group.add_argument("--seed", type=int, help="same seed, same text; default: a fresh one")
+    group.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="longest answer (%(default)s)"
+    )
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="STR", help="end the answer here (repeatable)"
+    )
+
+
+def sampling_params(args: argparse.Namespace, **changes: Any) -> SamplingParams:
+    """SamplingParams of `add_sampling_options`; `changes` override single fields.
+
+    Raises:
+        DSparkError: a value is out of range.
+    """
+    from dspark.core import SamplingParams
+
+    fields: dict[str, Any] = {
+        name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+    }
+    return SamplingParams(**{**fields, "stop": tuple(args.stop), **changes})
+
+
+def speculative_config(
+    method: str, drafter: str | None = None, num_speculative_tokens: int | None = None
+) -> dict[str, Any]:
+    """The `speculative_config` of a method.
+
+    Raises:
+        DSparkError: an option that the method has no use for, or a drafter that is not there.
+    """
+    from dspark.core import DSparkError
+
+    if drafter is not None:
+        if method not in TRAINED:
+            raise DSparkError(
+                f"--drafter is for the methods {' and '.join(TRAINED)}, not for {method}: leave it out"
+            )
+        if not Path(drafter).expanduser().exists():
+            raise DSparkError(f"no drafter at {drafter!r}: give the path of a drafter checkpoint")
+    if num_speculative_tokens is not None:
+        if method == "none":
+            raise DSparkError("--num-speculative-tokens has no meaning with the method none: leave it out")
+        if num_speculative_tokens < 1:
+            raise DSparkError(f"--num-speculative-tokens must be 1 or more, got {num_speculative_tokens}")
+    config = {"method": method, "model": drafter, "num_speculative_tokens": num_speculative_tokens}
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -> LLM:
+    """The LLM that --model, --device and --dtype name, drafting as `config` says."""
+    from dspark.llm import LLM
+
+    return LLM(args.model, speculative_config=config, device=args.device, dtype=args.dtype, **options)

@@ -1,0 +1,69 @@
+"""The target's judgement of a step: shaped logits, acceptance, and log-probabilities of what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dspark.acceptance import greedy_rule, ratio_rule
+from dspark.core import Draft, TokenLogprobs, Verdict
+from dspark.engine.runner import Verification
+from dspark.engine.scheduler import Batch
+from dspark.randomness import Purpose
+from dspark.sampling import SamplingRows, log_probabilities, probabilities, top_logprobs
+
+__all__ = ["Judgement", "judge"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Verdict on the S sampling requests of a step, and the logits it rests on."""
+
+    verdict: Verdict
+    logits: torch.Tensor  # [n, V] shaped
+    raw: torch.Tensor | None  # [n, V] as the target gave them, where a request asks for raw logprobs
+    rows: SamplingRows  # [n]
+
+    def logprobs(self, start: int, tokens: Sequence[int], top: int, raw: bool) -> list[TokenLogprobs]:
+        """Log-probabilities of `tokens`, committed from rows start, start + 1, ..., with the `top` likeliest."""
+        index = range(start, start + len(tokens))
+        source = self.raw if raw and self.raw is not None else self.logits
+        log_p = log_probabilities(source[start : start + len(tokens)], self.rows.select(list(index)), raw)
+        return top_logprobs(log_p, tokens, top)
+
+
+def judge(batch: Batch, draft: Draft, seen: Verification) -> Judgement:
+    """Accept or correct the scheduled drafts (rejection sampling; its greedy limit where all rows are greedy).
+
+    Penalties, bias and masks act per position: a row's history counts the drafts before it in.
+    """
+    logits = seen.output.logits
+    device = logits.device
+    requests = [batch.requests[r] for r in seen.sampling]
+    raw = logits.clone() if any(r.params.raw_logprobs and r.params.logprobs is not None for r in requests) else None
+    for r, start, length in zip(seen.sampling, seen.logit_start, seen.lengths, strict=True):
+        shaper = batch.running[r].shaper
+        if shaper is not None:
+            shaper.shape(logits[start : start + length + 1], draft.tokens[r, :length].tolist())
+    rows = SamplingRows.of(requests, device)
+    target_rows = rows.repeat(seen.lengths + 1)
+    index = torch.from_numpy(seen.sampling).to(device)
+    tokens = draft.tokens[index]
+    lengths, row_start = (torch.from_numpy(x).to(device) for x in (seen.lengths, seen.logit_start))
+    if rows.all_greedy:
+        verdict = greedy_rule(tokens, lengths, logits.argmax(-1), row_start)
+        return Judgement(verdict, logits, raw, target_rows)
+    slots = torch.arange(draft.gamma + 1, device=device)
+    verdict = ratio_rule(
+        tokens,
+        lengths,
+        None if draft.probs is None else draft.probs[index],
+        draft.vocab,
+        probabilities(logits, target_rows),
+        row_start,
+        accept_u=rows.uniform(slots[:-1], Purpose.ACCEPT),
+        resample_u=rows.uniform(slots[:1], Purpose.RESAMPLE)[:, 0],
+    )
+    return Judgement(verdict, logits, raw, target_rows)

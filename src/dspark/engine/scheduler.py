@@ -1,0 +1,127 @@
+"""Admission: which requests take part in a step, with how many rows, and who gives way when memory is short."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dspark.core import Request
+from dspark.engine.termination import OutputStream
+from dspark.kv import BlockTable, KVPool
+from dspark.sampling import LogitsShaper
+from dspark.schedule.policies import ScheduleState
+
+__all__ = ["Batch", "Running", "Scheduler"]
+
+
+@dataclass(eq=False)
+class Running:
+    """A request with what the engine keeps beside it."""
+
+    request: Request
+    stream: OutputStream
+    shaper: LogitsShaper | None
+    table: BlockTable = field(default_factory=BlockTable)
+    prefilling: bool = True  # until its first token since (re)start
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step, in order of arrival.
+
+    `rows[r]` pending tokens of request r are processed; where they are all it has (`samples[r]`), the target's
+    last row decides a token. `room[r]` is how many drafts it could take.
+    """
+
+    running: list[Running]
+    rows: np.ndarray  # [R] int64
+    samples: np.ndarray  # [R] bool
+    room: np.ndarray  # [R] int64
+
+    @property
+    def requests(self) -> list[Request]:
+        return [r.request for r in self.running]
+
+    @property
+    def state(self) -> ScheduleState:
+        uids = np.array([r.uid for r in self.requests], dtype=np.int64)
+        return ScheduleState(uids, self.room, np.array([r.cached for r in self.requests], dtype=np.int64))
+
+    def block_tables(self) -> np.ndarray:
+        """[R, max_blocks] int64, padded with 0."""
+        width = max((len(r.table.blocks) for r in self.running), default=0)
+        tables = np.zeros((len(self.running), max(1, width)), dtype=np.int64)
+        for i, r in enumerate(self.running):
+            tables[i, : len(r.table.blocks)] = r.table.blocks
+        return tables
+
+
+class Scheduler:
+    """First come, first served, with continuous batching and chunked prefill.
+
+    A request that does not fit waits. When running requests outgrow the pool, the youngest is preempted: its
+    blocks return, and it prefills its committed tokens again later. The oldest always fits (`Engine.add`
+    refuses requests larger than the pool), so there is always progress.
+    """
+
+    def __init__(self, pool: KVPool, max_num_seqs: int, max_rows: int, max_draft: int) -> None:
+        self.pool, self.max_num_seqs, self.max_rows, self.max_draft = pool, max_num_seqs, max_rows, max_draft
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        self.preempted: list[Request] = []  # since the last step; drafters must forget them
+
+    def admit(self) -> Batch:
+        """Choose this step's requests and reserve the blocks of all rows they may write."""
+        chosen: list[tuple[Running, int, int]] = []  # with rows and room
+        left = self.max_rows
+        for r in list(self.running):
+            if r in self.running and left > 0:
+                rows = min(r.request.pending, left)
+                room = self._reserve(r, rows)
+                if room is not None:
+                    chosen.append((r, rows, room))
+                    left -= rows
+        while self.waiting and left > 0 and len(self.running) < self.max_num_seqs:
+            r = self.waiting[0]
+            if not self.pool.reserve(r.table, r.request.committed + 1):
+                break
+            self.running.append(self.waiting.popleft())
+            rows = min(r.request.pending, left)
+            chosen.append((r, rows, 0))
+            left -= rows
+        chosen = [c for c in chosen if c[0] in self.running]  # a preemption may have come later in the loop
+        rows_ = np.array([c[1] for c in chosen], dtype=np.int64)
+        pending = np.array([c[0].request.pending for c in chosen], dtype=np.int64)
+        room_ = np.array([c[2] for c in chosen], dtype=np.int64)
+        return Batch([c[0] for c in chosen], rows_, rows_ == pending, room_)
+
+    def finish(self, r: Running) -> None:
+        self.pool.release(r.table)
+        if r in self.running:
+            self.running.remove(r)
+        elif r in self.waiting:
+            self.waiting.remove(r)
+
+    def _reserve(self, r: Running, rows: int) -> int | None:
+        """Blocks for `rows` rows and as many drafts as fit. Returns the room for drafts, None if preempted itself."""
+        request = r.request
+        wanted = 0
+        if not r.prefilling and request.params.speculative:
+            wanted = min(self.max_draft, request.remaining - 1)
+        if wanted > 0 and self.pool.reserve(r.table, request.cached + rows + wanted):
+            return wanted
+        while not self.pool.reserve(r.table, request.cached + rows):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is r:
+                return None
+        return 0
+
+    def _preempt(self, r: Running) -> None:
+        self.pool.release(r.table)
+        r.request.cached, r.prefilling = 0, True
+        self.running.remove(r)
+        self.waiting.appendleft(r)
+        self.preempted.append(r.request)

@@ -1,0 +1,82 @@
+"""The one routine that decides where a chunk of committed tokens ends a request.
+
+Ids, text, finish reason and stop reason come from here alone, so a chunk of several tokens ends exactly where
+plain decoding would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from dspark.core import DSparkError, Request
+from dspark.target.detokenize import Detokenizer, StopChecker
+
+__all__ = ["OutputStream", "Tokenizer"]
+
+
+class Tokenizer(Protocol):
+    """What turning tokens into text needs; `target.tokenizer.Tokenizer` is one."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class OutputStream:
+    """Text and end of one request.
+
+    Raises:
+        DSparkError: stop strings without a tokenizer.
+    """
+
+    def __init__(self, request: Request, eos_token_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> None:
+        if request.params.stop and tokenizer is None:
+            raise DSparkError("stop strings need a tokenizer; use stop_token_ids, or give the engine a tokenizer")
+        self.request = request
+        self.eos = frozenset(() if request.params.ignore_eos else eos_token_ids)
+        self.stop_ids = frozenset(request.params.stop_token_ids)
+        self.text = ""
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None  # type: ignore[arg-type]
+        self._stops = StopChecker(tuple(request.params.stop), request.params.include_stop_str_in_output)
+
+    def commit(self, tokens: Sequence[int]) -> tuple[int, str]:
+        """Append tokens to the request up to its end.
+
+        Returns how many were kept and the text that became final; sets finish and stop reason on the request.
+        """
+        released, request = [], self.request
+        for kept, token in enumerate(tokens, 1):
+            request.token_ids.append(token)
+            released.append(self._advance(token))
+            if request.finished:
+                released.append(self._flush())
+                break
+        text = "".join(released)
+        self.text += text
+        return kept, text
+
+    def _advance(self, token: int) -> str:
+        request = self.request
+        if token in self.stop_ids or token in self.eos:
+            # min_tokens masks these until enough tokens are out, so one that occurs ends the request.
+            request.finish_reason = "stop"
+            request.stop_reason = token if token in self.stop_ids and token not in self.eos else None
+            return ""
+        piece = self._detokenizer.push([token]) if self._detokenizer is not None else ""
+        if request.num_output >= request.params.min_tokens:
+            piece, stop = self._stops.push(piece)
+            if stop is not None:
+                request.finish_reason, request.stop_reason = "stop", stop
+                return piece
+        if request.remaining <= 0:
+            request.finish_reason = "length"
+        return piece
+
+    def _flush(self) -> str:
+        """Text held back for a possible continuation, once none can come."""
+        if self._stops.matched is not None or self._detokenizer is None:
+            return ""
+        piece, stop = self._stops.push(self._detokenizer.flush())
+        if stop is not None:
+            self.request.finish_reason, self.request.stop_reason = "stop", stop
+            return piece
+        return piece + self._stops.flush()

@@ -1,0 +1,180 @@
+"""The CPU path of `attention`, float32: cuts a pass into work, runs the kernels of `attention_numba` on it.
+
+A tile is up to 16 rows of one request; its work for one KV head covers all grouped query heads. Positions are
+taken in strips of 64 (scores, softmax, values while the strip is in the first-level cache) and chunks of 256.
+Chunks are always computed apart and merged in order, by one worker or by several: results are the same to the
+last bit whatever else is in the batch and however many threads work.
+
+Workers draw units of work from an atomic counter, so a core that is busy elsewhere does not hold up the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cfunc, types
+
+from dspark.kernels.attention_numba import (
+    CALL,
+    CALL_TYPE,
+    CHUNK,
+    STRIP,
+    TILE_ROWS,
+    attend_worker,
+    store_worker,
+)
+from dspark.kernels.parallel import WORKER, parallel
+from dspark.kernels.simd import LANES
+
+__all__ = ["Work", "attend", "store", "supports"]
+
+ENOUGH_TILES = 16  # with fewer, chunks of one tile are spread over the workers
+PARALLEL_WORK = 6000  # query rows x heads x positions below which waking workers costs more than it saves
+
+
+def supports(head_dim: int, block_size: int) -> bool:
+    """Whether rows and blocks fill whole vectors and blocks tile a strip."""
+    return head_dim % LANES == 0 and block_size % LANES == 0 and STRIP % block_size == 0
+
+
+@dataclass(eq=False)
+class Work:
+    """One forward pass cut into items, and the memory the kernel needs. Serves one pass at a time.
+
+    An item is (request, first row, stop row, first chunk, stop chunk, chunks of its tile, offset of its
+    tile's partial results, tile).
+    """
+
+    call: np.ndarray  # CALL [1]: arguments that do not change between layers
+    items: np.ndarray  # [items, 8] int64
+    amount: int  # sum of rows x positions
+    num_partials: int
+    keep: tuple[np.ndarray, ...]  # arrays whose addresses are in `call`
+    counters: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    partial: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+
+    @staticmethod
+    def of(
+        query_start: np.ndarray,
+        context_lens: np.ndarray,
+        tables: np.ndarray,
+        slots: np.ndarray,
+        causal: bool,
+        block_size: int,
+    ) -> Work:
+        """Arguments as in `AttentionPlan`: contiguous int64 arrays."""
+        items, amount, num_partials = _cut(query_start, context_lens, causal)
+        call = np.zeros(1, dtype=CALL)
+        arrays = {"query_start": query_start, "context_lens": context_lens, "tables": tables, "items": items}
+        for name, array in (*arrays.items(), ("slots", slots)):
+            call[name] = array.ctypes.data
+        call["num_rows"], call["num_requests"] = query_start[-1], len(context_lens)
+        call["block_size"], call["max_blocks"], call["causal"] = block_size, tables.shape[1], causal
+        return Work(call, items, amount, num_partials, (query_start, context_lens, tables, items, slots))
+
+    def bind(self, heads: int, kv_heads: int, head_dim: int) -> None:
+        """Set the layer's shape. Layers of one shape share the scratch memory."""
+        row = self.call[0]
+        if (row["heads"], row["kv_heads"], row["head_dim"]) == (heads, kv_heads, head_dim):
+            return
+        row["heads"], row["kv_heads"], row["head_dim"] = heads, kv_heads, head_dim
+        row["num_units"] = len(self.items) * kv_heads
+        tiles = int(self.items[-1, 7]) + 1 if len(self.items) else 0
+        self.counters = np.zeros(1 + tiles * kv_heads, dtype=np.int64)
+        self.partial = np.empty(self.num_partials * heads * (head_dim + 2), dtype=np.float32)
+        row["next_unit"] = self.counters.ctypes.data
+        row["finished"] = row["next_unit"] + 8
+        row["partial"] = self.partial.ctypes.data
+        row["partial_stats"] = row["partial"] + 4 * self.num_partials * heads * head_dim
+
+
+def _cut(query_start: np.ndarray, context_lens: np.ndarray, causal: bool) -> tuple[np.ndarray, int, int]:
+    """Items of a pass, the amount of work in them, and how many partial results they leave."""
+    tiles: list[tuple[int, int, int, int]] = []  # request, first row, stop row, chunks
+    amount = 0
+    for r, context in enumerate(context_lens.tolist()):
+        start, stop = int(query_start[r]), int(query_start[r + 1])
+        for first in range(start, stop, TILE_ROWS):
+            last = min(first + TILE_ROWS, stop)
+            positions = context + ((last if causal else stop) - start)
+            tiles.append((r, first, last, -(-positions // CHUNK)))
+            amount += (last - first) * positions
+    split = len(tiles) < ENOUGH_TILES
+    items: list[tuple[int, ...]] = []
+    partials = 0
+    for tile, (r, first, last, chunks) in enumerate(tiles):
+        if split and chunks > 1:
+            items.extend((r, first, last, c, c + 1, chunks, partials, tile) for c in range(chunks))
+            partials += chunks * (last - first)
+        else:
+            items.append((r, first, last, 0, chunks, chunks, 0, tile))
+    return np.array(items, dtype=np.int64).reshape(-1, 8), amount, partials
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """Addresses of the workers' machine code. `keep` owns that code."""
+
+    attend: Any
+    store: Any
+    attend_address: int
+    keep: tuple[Any, ...]
+
+    @staticmethod
+    @cache
+    def load() -> _Compiled:
+        """Compile both workers (seconds), or read them from Numba's cache on disk (tens of milliseconds)."""
+        compiler = cfunc(types.void(types.CPointer(CALL_TYPE)), cache=True)
+        both = compiler(attend_worker), compiler(store_worker)
+        addresses = [int(worker.address or 0) for worker in both]
+        attend, store = (WORKER(address) for address in addresses)
+        return _Compiled(attend, store, addresses[0], both)
+
+
+def attend(
+    q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, work: Work, scale: float, window: int | None
+) -> torch.Tensor:
+    """`paged_attention` for float32 CPU tensors; pools contiguous, indices within them."""
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    if not len(work.items):
+        return out
+    num_rows, heads, head_dim = q.shape
+    assert num_rows == work.call["num_rows"][0]
+    assert heads % k_pool.shape[1] == 0
+    work.bind(heads, k_pool.shape[1], head_dim)
+    call = work.call[0]
+    call["q"], call["k"], call["v"], call["out"] = (
+        q.data_ptr(),
+        k_pool.data_ptr(),
+        v_pool.data_ptr(),
+        out.data_ptr(),
+    )
+    call["scale"], call["window"] = scale, 2**62 if window is None else window
+    work.counters[0] = 0
+    threads = torch.get_num_threads()
+    address = work.call.ctypes.data
+    compiled = _Compiled.load()
+    if threads == 1 or work.amount * heads < PARALLEL_WORK:
+        compiled.attend(address)
+    else:
+        parallel()(compiled.attend_address, address, threads)
+    return out
+
+
+def store(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, work: Work) -> None:
+    """`store_kv` for float32 CPU tensors; pools contiguous, slots within them."""
+    k, v = k.contiguous(), v.contiguous()
+    call = work.call.copy()  # the shape belongs to the layer's attention
+    call["kv_heads"], call["head_dim"] = k.shape[1:]
+    call["k"], call["v"], call["out"], call["q"] = (
+        k.data_ptr(),
+        v.data_ptr(),
+        k_pool.data_ptr(),
+        v_pool.data_ptr(),
+    )
+    _Compiled.load().store(call.ctypes.data)
