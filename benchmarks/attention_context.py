@@ -23,7 +23,7 @@ from dspark.kv import BlockTable, KVPool, LayerKV
 from dspark.target.base import ForwardBatch
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 30, 9, 3, 64, 16
-CONTEXTS = (1000, 8000)
+CONTEXTS = (1000, 2000, 4000, 8000)
 Attention = Callable[..., torch.Tensor]
 PATHS: dict[str, Attention] = {"compiled": paged_attention, "reference": paged_attention_reference}
 

@@ -85,28 +85,56 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"):
-            _check(_is_real(getattr(self, name)), f"{name} must be a finite number, got {getattr(self, name)!r}")
-        _check(_is_real(self.frequency_penalty), f"frequency_penalty must be a finite number, got {self.frequency_penalty!r}")
+            _check(
+                _is_real(getattr(self, name)), f"{name} must be a finite number, got {getattr(self, name)!r}"
+            )
+        _check(
+            _is_real(self.frequency_penalty),
+            f"frequency_penalty must be a finite number, got {self.frequency_penalty!r}",
+        )
         _check(self.temperature >= 0, f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        _check(_is_int(self.top_k) and self.top_k >= -1, f"top_k must be a whole number, 0 or -1 for off, got {self.top_k!r}")
+        _check(
+            _is_int(self.top_k) and self.top_k >= -1,
+            f"top_k must be a whole number, 0 or -1 for off, got {self.top_k!r}",
+        )
         _check(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         _check(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
-        _check(self.repetition_penalty > 0, f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        _check(
+            self.repetition_penalty > 0, f"repetition_penalty must be above 0, got {self.repetition_penalty}"
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             _check(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2], got {getattr(self, name)}")
-        _check(_is_int(self.min_tokens) and self.min_tokens >= 0, f"min_tokens must be 0 or more, got {self.min_tokens!r}")
+        _check(
+            _is_int(self.min_tokens) and self.min_tokens >= 0,
+            f"min_tokens must be 0 or more, got {self.min_tokens!r}",
+        )
         if self.max_tokens is not None:
-            _check(_is_int(self.max_tokens) and self.max_tokens >= 0, f"max_tokens must be 0 or more, got {self.max_tokens!r}")
-            _check(self.min_tokens <= self.max_tokens, f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+            _check(
+                _is_int(self.max_tokens) and self.max_tokens >= 0,
+                f"max_tokens must be 0 or more, got {self.max_tokens!r}",
+            )
+            _check(
+                self.min_tokens <= self.max_tokens,
+                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}",
+            )
         if self.seed is not None:
-            _check(_is_int(self.seed) and 0 <= self.seed < 2**63, f"seed must be a whole number in [0, 2^63), got {self.seed!r}")
+            _check(
+                _is_int(self.seed) and 0 <= self.seed < 2**63,
+                f"seed must be a whole number in [0, 2^63), got {self.seed!r}",
+            )
         if self.logprobs is not None:
-            _check(_is_int(self.logprobs) and 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs!r}")
+            _check(
+                _is_int(self.logprobs) and 0 <= self.logprobs <= 20,
+                f"logprobs must be in [0, 20], got {self.logprobs!r}",
+            )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         _check(all(isinstance(s, str) and s for s in stop), "stop must be one or several non-empty strings")
         object.__setattr__(self, "stop", stop)
         ids = tuple(self.stop_token_ids)
-        _check(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids must be token ids (whole numbers, 0 or more)")
+        _check(
+            all(_is_int(i) and i >= 0 for i in ids),
+            "stop_token_ids must be token ids (whole numbers, 0 or more)",
+        )
         object.__setattr__(self, "stop_token_ids", ids)
         if self.logit_bias is not None:
             bias = dict(self.logit_bias)

@@ -78,9 +78,13 @@ class LLM:
         is taken as it is. `on_event` sees every step's events (for progress).
         """
         inputs = _as_list(prompts)
-        each = [params or SamplingParams()] * len(inputs) if not isinstance(params, Sequence) else list(params)
+        each = (
+            [params or SamplingParams()] * len(inputs) if not isinstance(params, Sequence) else list(params)
+        )
         if len(each) != len(inputs):
-            raise DSparkError(f"{len(inputs)} prompts came with {len(each)} sampling parameters; give one, or one each")
+            raise DSparkError(
+                f"{len(inputs)} prompts came with {len(each)} sampling parameters; give one, or one each"
+            )
         ids: list[str] = []
         try:
             for prompt, p in zip(inputs, each, strict=True):
@@ -129,4 +133,4 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items = list(prompts)
     if items and all(isinstance(m, Mapping) and "role" in m for m in items):
         return [items]  # type: ignore[list-item]
-    return items  # type: ignore[arg-type]
+    return items  # type: ignore[return-value]

@@ -38,9 +38,9 @@ def add_parser(verbs: Any) -> None:
     )
     throughput.add_argument(
         "--prompts",
-        default=None,
+        default="24",
         metavar="N|PATH",
-        help="the first N built-in prompts, or a .jsonl of messages or turns",
+        help="the first N built-in prompts (%(default)s of 72), or a .jsonl of messages or turns",
     )
     throughput.add_argument("--repeats", type=int, default=3, metavar="N", help="%(default)s")
     throughput.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
@@ -74,7 +74,7 @@ def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Check the settings, load one LLM a method, measure, report."""
-    from dspark.evaluate.throughput import ThroughputSettings, run_throughput
+    from dspark.evaluate.throughput import ThroughputSettings, check_prompts, run_throughput
 
     settings = ThroughputSettings(
         concurrency=args.concurrency,
@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _check(args)
     conversations = read_conversations(args.prompts)
+    check_prompts(len(conversations), settings)
     configs = {method: _config(args, method) for method in args.methods}
     # One LLM a method, with room for the widest cell; narrower cells keep fewer requests in flight.
     llms = {m: load_llm(args, config, max_num_seqs=max(args.concurrency)) for m, config in configs.items()}
@@ -111,8 +112,8 @@ def _config(args: argparse.Namespace, method: str) -> dict[str, Any]:
     return speculative_config(method, drafter, None if method == "none" else args.num_speculative_tokens)
 
 
-def read_conversations(prompts: str | None) -> list[list[dict[str, str]]]:
-    """Messages of each prompt: None all built-in ones, a number the first so many, else a .jsonl file.
+def read_conversations(prompts: str) -> list[list[dict[str, str]]]:
+    """Messages of each prompt: of the first so many built-in ones, or of a .jsonl file.
 
     A line is `{"messages": [...]}`, `{"turns": ["...", ...]}` (the first is asked) or `{"prompt": "..."}`.
 
@@ -122,8 +123,8 @@ def read_conversations(prompts: str | None) -> list[list[dict[str, str]]]:
     from dspark.core import DSparkError
     from dspark.data import load_prompts
 
-    if prompts is None or prompts.isdecimal():
-        conversations = [p.messages for p in load_prompts(limit=None if prompts is None else int(prompts))]
+    if prompts.isdecimal():
+        conversations = [prompt.messages for prompt in load_prompts(limit=int(prompts))]
     else:
         try:
             text = Path(prompts).expanduser().read_text(encoding="utf-8")

@@ -111,7 +111,7 @@ class Conversation:
         return text
 
     def _fitting_prompt(self) -> list[int]:
-        """Token ids of the conversation; the oldest exchanges are dropped where no room is left for an answer."""
+        """Token ids of the conversation; oldest exchanges are dropped where no room is left to answer."""
         context = self.llm.engine.max_model_len
         # At most a quarter of the context: a large --max-tokens must not cost the whole history.
         reserve = min(self.params.max_tokens or context, context // 4)

@@ -57,9 +57,11 @@ class Decoded:
             "decode_tokens_per_s": self.decode_tokens_per_s,
         }
 
+    def rate(self) -> str:
+        return f"{self.tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
+
     def summary(self) -> str:
-        length = figure(self.output.metrics.accepted_length)
-        return f"{self.tokens} tokens, {self.tokens_per_s:.1f} tokens/s, accepted length {length}"
+        return f"{self.rate()}, accepted length {figure(self.output.metrics.accepted_length)}"
 
 
 def decode(

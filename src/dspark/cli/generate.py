@@ -139,7 +139,7 @@ def _show_comparison(args: argparse.Namespace, llm: LLM, compared: Any) -> None:
         painter = OriginPainter(llm.tokenizer)
         segments = [piece for event in decoded.events for piece in painter.segments(event)]
         text = paint(segments) if args.show_drafts else decoded.output.text
-        return Panel(text, title=title, subtitle=decoded.summary())
+        return Panel(text, title=title, subtitle=decoded.rate())
 
     out = Output()
     if args.show_drafts:

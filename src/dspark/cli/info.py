@@ -51,7 +51,16 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _drafters() -> list[dict[str, Any]]:
-    return []
+    from dspark.drafters.checkpoint import read_drafter_config
+    from dspark.drafters.registry import shipped_drafters
+
+    found = []
+    for name, path in shipped_drafters().items():
+        config = read_drafter_config(path)
+        found.append(
+            {"name": name, "method": config.method, "block_size": config.block_size, "path": str(path)}
+        )
+    return found
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -74,7 +83,10 @@ def _print(facts: dict[str, Any]) -> None:
         where = model["path"] or f"not installed; run: {model['install_command']}"
         table.add_row("model", f"{model['name']}: {model['description']}\n{where}")
     for drafter in facts["drafters"]:
-        table.add_row("drafter", f"{drafter['model']}: {drafter['method']}\n{drafter['path']}")
+        table.add_row(
+            "drafter",
+            f"{drafter['name']}: {drafter['method']}, {drafter['block_size']} drafts\n{drafter['path']}",
+        )
     if not facts["drafters"]:
         table.add_row("drafter", "none shipped")
     table.add_row("cache", facts["cache_directory"])

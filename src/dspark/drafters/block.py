@@ -102,7 +102,9 @@ class BlockDrafter:
         positions = np.repeat(context, lengths) + offset
         tables = batch.block_tables[active]
         size = self.pool.block_size
-        slots = np.take_along_axis(np.repeat(tables, lengths, 0), (positions // size)[:, None], 1)[:, 0] * size
+        slots = (
+            np.take_along_axis(np.repeat(tables, lengths, 0), (positions // size)[:, None], 1)[:, 0] * size
+        )
         tokens = np.full(len(positions), self.model.config.mask_token_id, dtype=np.int64)
         tokens[query_start[:-1]] = [batch.requests[r].token_ids[-1] for r in active]
         plan = AttentionPlan(

@@ -32,7 +32,9 @@ _SHARED = ("embed.weight", "lm_head.weight")  # the target's; not stored in our 
 _SCALE = ".scale"  # suffix of per-row scales of int8 tensors
 
 
-def save_drafter_model(model: BlockDrafterModel, directory: Path, provenance: Mapping[str, Any], int8: bool = True) -> None:
+def save_drafter_model(
+    model: BlockDrafterModel, directory: Path, provenance: Mapping[str, Any], int8: bool = True
+) -> None:
     """Write a checkpoint in our dialect.
 
     Matrices are stored as int8 with one scale a row (`int8`) or float16, everything else as float32; the
@@ -54,7 +56,11 @@ def save_drafter_model(model: BlockDrafterModel, directory: Path, provenance: Ma
         else:
             tensors[name] = value.float()
     values = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(model.config).items()}
-    header = {"dspark_format": FORMAT, "slot_convention": "anchor_first", "written_by": f"dspark {__version__}"}
+    header = {
+        "dspark_format": FORMAT,
+        "slot_convention": "anchor_first",
+        "written_by": f"dspark {__version__}",
+    }
     config = {**header, **values, "provenance": dict(provenance)}
     save_file({k: v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -71,14 +77,18 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
             f'"dspark_format": {FORMAT}, or DeepSpec\'s "architectures": ["Qwen3DSparkModel"]'
         )
     if raw.get("slot_convention") != "anchor_first":
-        raise DSparkError(f"{directory}: slot_convention must be \"anchor_first\", got {raw.get('slot_convention')!r}")
-    values = {}
+        raise DSparkError(
+            f'{directory}: slot_convention must be "anchor_first", got {raw.get("slot_convention")!r}'
+        )
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(DrafterConfig):
         if field.name in raw:
             value = raw[field.name]
             values[field.name] = tuple(value) if isinstance(value, list) else value
         elif field.default is dataclasses.MISSING:
-            raise DSparkError(f"{directory / 'config.json'} lacks the key {field.name!r}: save the checkpoint again")
+            raise DSparkError(
+                f"{directory / 'config.json'} lacks the key {field.name!r}: save the checkpoint again"
+            )
     try:
         return DrafterConfig(**values)
     except TypeError as error:
@@ -111,7 +121,9 @@ def load_drafter_model(directory: Path, target: Target) -> BlockDrafterModel:
         _check_vocab(weights, config, path)
     _share(weights, target)
     _check_keys(model, weights, path)
-    model.load_state_dict({k: v.to(target.dtype) if v.is_floating_point() else v for k, v in weights.items()}, assign=True)
+    model.load_state_dict(
+        {k: v.to(target.dtype) if v.is_floating_point() else v for k, v in weights.items()}, assign=True
+    )
     return model.to(target.device)
 
 
@@ -120,11 +132,15 @@ def _share(weights: dict[str, Tensor], target: Target) -> None:
     if "embed.weight" in weights and "lm_head.weight" in weights:
         return
     if not isinstance(target, Decoder):
-        raise DSparkError("this drafter shares the target's embedding and LM head: it needs a decoder as its target")
+        raise DSparkError(
+            "this drafter shares the target's embedding and LM head: it needs a decoder as its target"
+        )
     weights.setdefault("embed.weight", target.embed.weight)
     rows = target.output_weight
     vocab = weights.get("vocab")
-    weights.setdefault("lm_head.weight", rows if vocab is None or len(vocab) == len(rows) else rows[vocab.long()])
+    weights.setdefault(
+        "lm_head.weight", rows if vocab is None or len(vocab) == len(rows) else rows[vocab.long()]
+    )
 
 
 def _check_target(config: DrafterConfig, target: Target, directory: Path) -> None:
@@ -141,13 +157,17 @@ def _check_target(config: DrafterConfig, target: Target, directory: Path) -> Non
         )
     num_layers = len(target.kv_specs)
     if max(config.taps) >= num_layers or min(config.taps) < -1:
-        raise DSparkError(f"{directory} taps layers {config.taps}, the target has layers -1..{num_layers - 1}")
+        raise DSparkError(
+            f"{directory} taps layers {config.taps}, the target has layers -1..{num_layers - 1}"
+        )
 
 
 def _check_vocab(weights: Mapping[str, Tensor], config: DrafterConfig, path: Path) -> None:
     vocab = weights.get("vocab")
     if vocab is None:
-        raise DSparkError(f"{path} lacks the key 'vocab', the map from draft to target ids: save the checkpoint again")
+        raise DSparkError(
+            f"{path} lacks the key 'vocab', the map from draft to target ids: save the checkpoint again"
+        )
     if len(vocab) != config.draft_vocab_size or len(vocab.unique()) != len(vocab):
         raise DSparkError(f"{path}: 'vocab' must hold {config.draft_vocab_size} distinct target ids")
     if int(vocab.min()) < 0 or int(vocab.max()) >= config.vocab_size:
@@ -179,7 +199,9 @@ def _dequantize(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
         if value.dtype == torch.int8:
             scale = weights.get(name + _SCALE)
             if scale is None:
-                raise DSparkError(f"{path} lacks the key {name + _SCALE!r}: the checkpoint is incomplete, save it again")
+                raise DSparkError(
+                    f"{path} lacks the key {name + _SCALE!r}: the checkpoint is incomplete, save it again"
+                )
             plain[name] = value.float() * scale[:, None]
         else:
             plain[name] = value.long() if name == "vocab" else value.float()
@@ -190,7 +212,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text("utf-8"))
     except OSError:
-        raise DSparkError(f"{path} does not exist: a drafter checkpoint is config.json and model.safetensors") from None
+        raise DSparkError(
+            f"{path} does not exist: a drafter checkpoint is config.json and model.safetensors"
+        ) from None
     except json.JSONDecodeError as error:
         raise DSparkError(f"{path} is not valid JSON ({error.msg})") from None
     if not isinstance(raw, dict):

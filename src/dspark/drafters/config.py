@@ -52,11 +52,23 @@ class DrafterConfig:
             (self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}"),
             (self.num_layers >= 1, f"num_layers must be at least 1, got {self.num_layers}"),
             (bool(self.taps), "taps must name at least one target layer"),
-            (0 <= self.mask_token_id < self.vocab_size, f"mask_token_id {self.mask_token_id} is outside the vocabulary"),
+            (
+                0 <= self.mask_token_id < self.vocab_size,
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary",
+            ),
             (self.markov_rank >= 0, f"markov_rank must be 0 or more, got {self.markov_rank}"),
-            (self.markov_head_type in HEAD_TYPES, f"markov_head_type must be one of {HEAD_TYPES}, got {self.markov_head_type!r}"),
-            (self.method != "dflash" or not self.markov_rank, "a dflash drafter has no sequential head: markov_rank must be 0"),
-            (self.method != "dspark" or self.markov_rank > 0, "a dspark drafter needs a sequential head: markov_rank above 0"),
+            (
+                self.markov_head_type in HEAD_TYPES,
+                f"markov_head_type must be one of {HEAD_TYPES}, got {self.markov_head_type!r}",
+            ),
+            (
+                self.method != "dflash" or not self.markov_rank,
+                "a dflash drafter has no sequential head: markov_rank must be 0",
+            ),
+            (
+                self.method != "dspark" or self.markov_rank > 0,
+                "a dspark drafter needs a sequential head: markov_rank above 0",
+            ),
         )
         for ok, message in checks:
             if not ok:

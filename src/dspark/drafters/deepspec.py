@@ -48,7 +48,9 @@ def read_deepspec_config(raw: Mapping[str, Any]) -> DrafterConfig:
     """
     architecture = raw["architectures"][0]
     if architecture not in _ARCHITECTURES:
-        raise DSparkError(f"drafter architecture {architecture} is not supported; supported: {', '.join(_ARCHITECTURES)}")
+        raise DSparkError(
+            f"drafter architecture {architecture} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+        )
 
     def need(key: str) -> Any:
         if key not in raw:
@@ -86,14 +88,18 @@ def read_deepspec_config(raw: Mapping[str, Any]) -> DrafterConfig:
     )
 
 
-def rename_deepspec_weights(config: DrafterConfig, weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def rename_deepspec_weights(
+    config: DrafterConfig, weights: Mapping[str, Tensor], path: Path
+) -> dict[str, Tensor]:
     """DeepSpec's tensors under this package's names."""
     out: dict[str, Tensor] = {}
     for name, value in weights.items():
         if name in _NAMES:
             out[_NAMES[name]] = value
         elif not _LAYER_KEY.fullmatch(name):
-            raise DSparkError(f"{path} has the unexpected key {name!r}: config.json describes another drafter")
+            raise DSparkError(
+                f"{path} has the unexpected key {name!r}: config.json describes another drafter"
+            )
     try:
         for i in range(config.num_layers):
             out |= fuse_layer(f"layers.{i}.", f"layers.{i}.", config.layer_config, weights)

@@ -72,7 +72,9 @@ class RNNHead(MarkovHead):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
-        self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)  # gate | candidate | out
+        self.joint_proj = nn.Linear(
+            2 * self.rank + config.hidden_size, 3 * self.rank
+        )  # gate | candidate | out
 
     def step(self, embedded: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         gate, candidate, out = self.joint_proj(torch.cat((state, embedded, hidden), -1)).chunk(3, -1)

@@ -56,7 +56,9 @@ class NgramDrafter:
         if max_draft < 1:
             raise DSparkError(f"num_speculative_tokens must be at least 1, got {max_draft}")
         if not 1 <= lookup_min <= lookup_max:
-            raise DSparkError(f"prompt_lookup_min {lookup_min} must lie between 1 and prompt_lookup_max {lookup_max}")
+            raise DSparkError(
+                f"prompt_lookup_min {lookup_min} must lie between 1 and prompt_lookup_max {lookup_max}"
+            )
         self.max_draft = max_draft
         self._sizes = range(lookup_min, lookup_max + 1)
         self._indices: dict[int, _Index] = {}

@@ -17,7 +17,13 @@ from dspark.target.base import Target
 __all__ = ["METHODS", "build_drafter", "shipped_drafters"]
 
 METHODS = ("none", "ngram", "dspark", "dflash")
-_KEYS = {"method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}  # vLLM's names
+_KEYS = {
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+}  # vLLM's names
 _KEYS_OF = {
     "none": {"method"},
     "ngram": _KEYS - {"model"},
@@ -29,7 +35,9 @@ _KEYS_OF = {
 def shipped_drafters() -> dict[str, Path]:
     """Checkpoints in the package, by directory name."""
     root = Path(__file__).parent / "shipped"
-    return {p.name: p for p in sorted(root.iterdir()) if (p / "config.json").is_file()} if root.is_dir() else {}
+    return (
+        {p.name: p for p in sorted(root.iterdir()) if (p / "config.json").is_file()} if root.is_dir() else {}
+    )
 
 
 def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Drafter | None, Policy]:
@@ -61,7 +69,9 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
     directory = _checkpoint(config, method, target)
     model = load_drafter_model(directory, target)
     if model.config.method != method:
-        raise DSparkError(f"{directory} is a {model.config.method} drafter; set method to {model.config.method!r}")
+        raise DSparkError(
+            f"{directory} is a {model.config.method} drafter; set method to {model.config.method!r}"
+        )
     if count is not None and count > model.config.block_size:
         raise DSparkError(
             f"num_speculative_tokens {count} exceeds the block of {model.config.block_size} the drafter was trained "
@@ -75,10 +85,14 @@ def _checkpoint(config: Mapping[str, Any], method: str, target: Target) -> Path:
     if config.get("model") is not None:
         directory = Path(config["model"]).expanduser()
         if not directory.is_dir():
-            raise DSparkError(f"drafter {str(directory)!r} is not a directory; give a checkpoint directory (config.json, model.safetensors)")
+            raise DSparkError(
+                f"drafter {str(directory)!r} is not a directory; give one with config.json and model.safetensors"
+            )
         return directory
     for directory in shipped_drafters().values():
         drafter = read_drafter_config(directory)
         if drafter.method == method and drafter.target_identity == target.identity:
             return directory
-    raise DSparkError(f"no {method} drafter is shipped for this model; give a checkpoint with \"model\" (--drafter PATH)")
+    raise DSparkError(
+        f'no {method} drafter is shipped for this model; give a checkpoint with "model" (--drafter PATH)'
+    )

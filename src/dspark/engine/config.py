@@ -26,14 +26,22 @@ class EngineConfig:
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_tokens", "max_model_len"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_tokens",
+            "max_model_len",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DSparkError(f"{name} must be at least 1, got {value}")
 
     def model_len(self, max_context: int) -> int:
         if self.max_model_len is not None and self.max_model_len > max_context:
-            raise DSparkError(f"max_model_len {self.max_model_len} exceeds the model's context of {max_context}")
+            raise DSparkError(
+                f"max_model_len {self.max_model_len} exceeds the model's context of {max_context}"
+            )
         return self.max_model_len or max_context
 
     def kv_tokens(self, max_context: int) -> int:

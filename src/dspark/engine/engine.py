@@ -1,8 +1,8 @@
 """The engine: many requests, one round at a time.
 
-    engine.add(prompt_token_ids, SamplingParams(...))
-    while engine.has_unfinished:
-        for event in engine.step(): ...
+engine.add(prompt_token_ids, SamplingParams(...))
+while engine.has_unfinished:
+    for event in engine.step(): ...
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Engine:
             drafter.attach(self.pool, len(target.kv_specs))
         self.runner = Runner(target, self.pool, drafter.taps if drafter else ())
         max_draft = drafter.max_draft if drafter else 0
-        self.scheduler = Scheduler(self.pool, self.config.max_num_seqs, self.config.max_num_batched_tokens, max_draft)
+        self.scheduler = Scheduler(
+            self.pool, self.config.max_num_seqs, self.config.max_num_batched_tokens, max_draft
+        )
         self.timings = StepTimings()
         self._by_id: dict[str, Running] = {}
         self._ended: list[StepEvent] = []  # requests that end without a forward pass
@@ -204,14 +206,17 @@ class Engine:
         request, params = r.request, r.request.params
         kept, text = r.stream.commit(new)
         if request.logprobs is not None:
-            request.logprobs += judgement.logprobs(start, new[:kept], params.logprobs or 0, params.raw_logprobs)
+            request.logprobs += judgement.logprobs(
+                start, new[:kept], params.logprobs or 0, params.raw_logprobs
+            )
         if not r.prefilling:
             request.metrics.count(*counts)
         r.prefilling = False
         request.round += 1
         _, scheduled, accepted = counts
         last: TokenOrigin = "plain" if not scheduled else "bonus" if accepted == scheduled else "corrected"
-        origins: list[TokenOrigin] = [*["accepted"] * accepted, last][:kept]  # type: ignore[list-item]
+        origins: list[TokenOrigin] = ["accepted" for _ in range(accepted)]
+        origins = [*origins, last][:kept]
         if not request.finished:
             assert request.pending == 1, "exactly the anchor has no KV"
             self.pool.truncate(r.table, request.cached)
@@ -245,7 +250,9 @@ class Engine:
         capacity = self.pool.num_blocks * self.pool.block_size
         edge = min(self.max_model_len, capacity)
         wanted = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        if params.max_tokens is not None and min(wanted, self.max_model_len) > capacity or len(prompt) >= capacity:
+        if (params.max_tokens is not None and min(wanted, self.max_model_len) > capacity) or len(
+            prompt
+        ) >= capacity:
             raise DSparkError(
                 f"the request needs {min(wanted, self.max_model_len)} KV positions, the pool has {capacity}: "
                 "lower max_tokens or raise kv_cache_tokens"

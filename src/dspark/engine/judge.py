@@ -42,7 +42,11 @@ def judge(batch: Batch, draft: Draft, seen: Verification) -> Judgement:
     logits = seen.output.logits
     device = logits.device
     requests = [batch.requests[r] for r in seen.sampling]
-    raw = logits.clone() if any(r.params.raw_logprobs and r.params.logprobs is not None for r in requests) else None
+    raw = (
+        logits.clone()
+        if any(r.params.raw_logprobs and r.params.logprobs is not None for r in requests)
+        else None
+    )
     for r, start, length in zip(seen.sampling, seen.logit_start, seen.lengths, strict=True):
         shaper = batch.running[r].shaper
         if shaper is not None:

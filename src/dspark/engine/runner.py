@@ -70,15 +70,15 @@ class Runner:
     def _tokens(self, batch: Batch, draft: Draft, plan: Plan, query_start: np.ndarray) -> torch.Tensor:
         """Token ids of all rows [N]. Drafts never visit the host."""
         ids = np.zeros(query_start[-1], dtype=np.int64)
-        for r, request in enumerate(batch.requests):
-            start, rows = query_start[r], batch.rows[r]
-            ids[start : start + rows] = request.token_ids[request.cached : request.cached + rows]
+        for i, request in enumerate(batch.requests):
+            start, count = query_start[i], batch.rows[i]
+            ids[start : start + count] = request.token_ids[request.cached : request.cached + count]
         tokens = torch.from_numpy(ids).to(self.target.device)
         if plan.budget:
             r = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
             slot = np.arange(len(r)) - np.repeat(np.cumsum(plan.lengths) - plan.lengths, plan.lengths)
-            rows = query_start[:-1][r] + batch.rows[r] + slot
-            index = [torch.from_numpy(i).to(self.target.device) for i in (rows, r, slot)]
+            row = query_start[:-1][r] + batch.rows[r] + slot
+            index = [torch.from_numpy(i).to(self.target.device) for i in (row, r, slot)]
             tokens[index[0]] = draft.tokens[index[1], index[2]]
         return tokens
 

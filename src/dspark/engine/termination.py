@@ -30,7 +30,9 @@ class OutputStream:
 
     def __init__(self, request: Request, eos_token_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> None:
         if request.params.stop and tokenizer is None:
-            raise DSparkError("stop strings need a tokenizer; use stop_token_ids, or give the engine a tokenizer")
+            raise DSparkError(
+                "stop strings need a tokenizer; use stop_token_ids, or give the engine a tokenizer"
+            )
         self.request = request
         self.eos = frozenset(() if request.params.ignore_eos else eos_token_ids)
         self.stop_ids = frozenset(request.params.stop_token_ids)
@@ -44,7 +46,9 @@ class OutputStream:
         Returns how many were kept and the text that became final; sets finish and stop reason on the request.
         """
         released, request = [], self.request
-        for kept, token in enumerate(tokens, 1):
+        kept = 0
+        for token in tokens:
+            kept += 1
             request.token_ids.append(token)
             released.append(self._advance(token))
             if request.finished:

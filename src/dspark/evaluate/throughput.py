@@ -19,7 +19,15 @@ from typing import Any, Protocol
 from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
 from dspark.evaluate.repetition import is_looping, repeated_ngrams
 
-__all__ = ["Measurement", "ThroughputSettings", "measure", "plan_runs", "run_throughput", "summarise"]
+__all__ = [
+    "Measurement",
+    "ThroughputSettings",
+    "check_prompts",
+    "measure",
+    "plan_runs",
+    "run_throughput",
+    "summarise",
+]
 
 PLAIN = "none"  # the method others are compared with
 
@@ -66,6 +74,13 @@ class ThroughputSettings:
         for name, least in (("max_tokens", 1), ("repeats", 1), ("warmup_tokens", 0)):
             if getattr(self, name) < least:
                 raise DSparkError(f"{name} must be {least} or more, got {getattr(self, name)}")
+
+
+def check_prompts(count: int, settings: ThroughputSettings) -> None:
+    """Refuse fewer prompts than the highest concurrency: it would never be reached."""
+    most = max(settings.concurrency)
+    if count < most:
+        raise DSparkError(f"concurrency {most} needs at least {most} prompts, got {count}: give more")
 
 
 @dataclass(frozen=True)
@@ -175,10 +190,11 @@ def run_throughput(
         {"runs": [...], "summary": [...]} of plain JSON values.
 
     Raises:
-        DSparkError: no engine or no prompt.
+        DSparkError: no engine, or fewer prompts than the highest concurrency.
     """
-    if not engines or not prompts:
-        raise DSparkError("a benchmark needs at least one method and one prompt")
+    if not engines:
+        raise DSparkError("a benchmark needs at least one method")
+    check_prompts(len(prompts), settings)
     _warm_up(engines, prompts, settings)
     runs: list[dict[str, Any]] = []
     ids: dict[Run, list[list[int]]] = {}
@@ -195,16 +211,13 @@ def run_throughput(
 def _warm_up(
     engines: Mapping[str, BenchEngine], prompts: Sequence[list[int]], settings: ThroughputSettings
 ) -> None:
-    """Compile kernels and touch the memory that every batch size in the plan will use."""
-    if not settings.warmup_tokens:
-        return
-    for concurrency in settings.concurrency:
-        some = prompts[:concurrency]
-        for engine in engines.values():
-            for temperature in settings.temperature:
-                params = SamplingParams(
-                    temperature=temperature, max_tokens=settings.warmup_tokens, seed=settings.seed
-                )
+    """Compile kernels and touch memory, with the beginnings of prompts, in every batch size of the plan."""
+    tokens = settings.warmup_tokens
+    for concurrency in settings.concurrency if tokens else ():
+        some = [list(prompt[:32]) for prompt in prompts[:concurrency]]
+        for temperature in settings.temperature:
+            params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=settings.seed)
+            for engine in engines.values():
                 measure(engine, some, [params] * len(some), concurrency)
 
 

@@ -7,7 +7,16 @@ Both take one structure of arguments (`CALL`). Numba types what is in it, so not
 import numpy as np
 from numba import carray, from_dtype, njit
 
-from dspark.kernels.simd import LANES, MASKED, fetch_add, mix_values, pointer, prefetch, score_keys, softmax_strip
+from dspark.kernels.simd import (
+    LANES,
+    MASKED,
+    fetch_add,
+    mix_values,
+    pointer,
+    prefetch,
+    score_keys,
+    softmax_strip,
+)
 
 __all__ = ["CALL", "CALL_TYPE", "CHUNK", "STRIP", "TILE_ROWS", "attend_worker", "store_worker"]
 

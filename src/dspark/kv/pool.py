@@ -68,7 +68,9 @@ class KVPool:
         for i, spec in enumerate(self.specs):
             if spec.shares is not None:
                 if not 0 <= spec.shares < i:
-                    raise DSparkError(f"layer {i} shares the KV of layer {spec.shares}, which does not precede it")
+                    raise DSparkError(
+                        f"layer {i} shares the KV of layer {spec.shares}, which does not precede it"
+                    )
                 self.k.append(self.k[spec.shares])
                 self.v.append(self.v[spec.shares])
                 continue
@@ -108,8 +110,10 @@ class KVPool:
         return blocks * self.block_size + positions % self.block_size
 
     def read(self, layer: int, table: BlockTable, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy of the first `length` positions of a layer: k, v [length, heads, head_dim]. For tests and reference paths."""
-        index = torch.as_tensor(table.blocks[: self.blocks_for(length)], device=self.k[layer].device, dtype=torch.int64)
+        """Copy of the first `length` positions of a layer: k, v [length, heads, head_dim] (for tests)."""
+        index = torch.as_tensor(
+            table.blocks[: self.blocks_for(length)], device=self.k[layer].device, dtype=torch.int64
+        )
         k = self.k[layer][index].permute(0, 3, 1, 2).flatten(0, 1)[:length]
         v = self.v[layer][index].permute(0, 2, 1, 3).flatten(0, 1)[:length]
         return k, v

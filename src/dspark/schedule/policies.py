@@ -38,15 +38,20 @@ class ScheduleState:
 class Policy(Protocol):
     """`uses_survival`: whether `verify_lengths` reads confidences (they cost a device synchronisation)."""
 
-    dependence: Dependence
-    uses_survival: bool
+    @property
+    def dependence(self) -> Dependence: ...
+
+    @property
+    def uses_survival(self) -> bool: ...
 
     def draft_lengths(self, state: ScheduleState) -> np.ndarray:
         """Drafts to propose, [R] int64 in 0..room; all 0 means that nothing is drafted."""
         ...
 
-    def verify_lengths(self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray) -> np.ndarray:
-        """Scheduled lengths [R] int64 in 0..drafted. `survival` [R, gamma]: a_{r,j}, where the drafter has confidences."""
+    def verify_lengths(
+        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
+    ) -> np.ndarray:
+        """Scheduled lengths [R] int64 in 0..drafted. `survival` [R, gamma]: a_{r,j}, where confidences exist."""
         ...
 
 
@@ -65,5 +70,7 @@ class FixedLength:
     def draft_lengths(self, state: ScheduleState) -> np.ndarray:
         return np.minimum(state.room, self.length)
 
-    def verify_lengths(self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray) -> np.ndarray:
+    def verify_lengths(
+        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
+    ) -> np.ndarray:
         return drafted

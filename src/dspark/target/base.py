@@ -58,8 +58,12 @@ class Target(Protocol):
     max_context: int
     eos_token_ids: tuple[int, ...]
     kv_specs: tuple[LayerKV, ...]
-    dtype: torch.dtype
-    device: torch.device
     identity: str  # names the weights: drafter checkpoints are bound to it
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def forward(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...] = ()) -> TargetOutput: ...

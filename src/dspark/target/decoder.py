@@ -113,7 +113,9 @@ class Decoder(nn.Module):
         self._output_weight: Tensor = self.lm_head.weight.detach()
 
     @classmethod
-    def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], identity: str = "") -> Decoder:
+    def from_weights(
+        cls, config: DecoderConfig, weights: Mapping[str, Tensor], identity: str = ""
+    ) -> Decoder:
         """Weights as `hf.read_weights` gives them; shapes and names were checked there."""
         with torch.device("meta"):
             model = cls(config, identity)
@@ -177,8 +179,8 @@ class Decoder(nn.Module):
             window = self.kv_specs[layer].window
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                rows = (t.unflatten(0, (batch, size)).transpose(1, 2) for t in (q, k, v))
-                return causal_attention(*rows, scale, window).transpose(1, 2).flatten(0, 1)
+                q, k, v = (t.unflatten(0, (batch, size)).transpose(1, 2) for t in (q, k, v))
+                return causal_attention(q, k, v, scale, window).transpose(1, 2).flatten(0, 1)
 
             return attend
 
@@ -214,7 +216,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
 
 def fuse_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """HF names -> this module's names, with q|k|v and gate|up concatenated."""
-    fused = {"embed.weight": weights["model.embed_tokens.weight"], "norm.weight": weights["model.norm.weight"]}
+    fused = {
+        "embed.weight": weights["model.embed_tokens.weight"],
+        "norm.weight": weights["model.norm.weight"],
+    }
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     fused["lm_head.weight"] = weights[head]
     for i in range(config.num_layers):
@@ -222,7 +227,9 @@ def fuse_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[s
     return fused
 
 
-def fuse_layer(source: str, to: str, config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fuse_layer(
+    source: str, to: str, config: DecoderConfig, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """One layer's tensors, renamed from prefix `source` to prefix `to`."""
 
     def joined(block: str, names: tuple[str, ...], kind: str) -> Tensor:

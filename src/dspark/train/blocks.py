@@ -99,7 +99,7 @@ def block_forward(model: BlockDrafterModel, batch: BlockBatch) -> tuple[Tensor, 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: BlockBatch) -> Tensor:
-    """Attention of all blocks: q [n * gamma, h, d], block k, v [n * gamma, kvh, d], context keys, values [T, kvh, d]."""
+    """Attention of all blocks: q [n * gamma, h, d], k, v [n * gamma, kvh, d], context keys, values [T, kvh, d]."""
     outs, row, at = [], 0, 0
     gamma = batch.gamma
     for length, count in zip(batch.seq_lens, batch.counts, strict=True):
@@ -107,7 +107,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch
         anchors = batch.anchors[row : row + count]
         last = int(anchors.max()) if count else 0  # nothing behind the last anchor is visible
         context = slice(at, at + last)
-        outs.append(_attend_sequence(q[rows], k[rows], v[rows], keys[context], values[context], anchors, gamma))
+        outs.append(
+            _attend_sequence(q[rows], k[rows], v[rows], keys[context], values[context], anchors, gamma)
+        )
         row, at = row + count, at + length
     return torch.cat(outs)
 

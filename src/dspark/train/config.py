@@ -89,7 +89,7 @@ class TrainConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise DSparkError(f"unknown training option {unknown[0]!r}; known: {', '.join(sorted(known))}")
-        clean = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        clean: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         for key, value in clean.items():
             if not _fits(value, str(hints[key])):
                 raise DSparkError(f"training option {key} = {value!r} does not fit its type {hints[key]}")

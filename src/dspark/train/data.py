@@ -48,14 +48,14 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 try:
                     yield json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise DSparkError(f"{path}:{number} is not JSON ({error.msg}); one record a line") from error
+                    raise DSparkError(
+                        f"{path}:{number} is not JSON ({error.msg}); one record a line"
+                    ) from error
     except OSError as error:
         raise DSparkError(f"cannot read training data {path}: {error.strerror}") from error
 
 
-def load_sequences(
-    paths: Iterable[Path], tokenizer: ChatTokenizer, max_length: int = 1024
-) -> list[Sequence]:
+def load_sequences(paths: Iterable[Path], tokenizer: ChatTokenizer, max_length: int = 1024) -> list[Sequence]:
     """Tokenise `{"messages": [...]}` records whose last message is the assistant's; longer ones are cut.
 
     The prompt is rendered exactly as in serving. An answer that ended by itself gets its end token.

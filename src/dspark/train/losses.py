@@ -53,7 +53,9 @@ class _Divergences(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, p_target: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, p_target: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         log_p = F.log_softmax(logits.float(), -1)
         known = labels >= 0  # labels outside the draft vocabulary cannot be learned by CE
         ce = torch.where(known, -log_p.gather(1, labels.clamp(min=0)[:, None]).squeeze(1), 0.0)
@@ -68,7 +70,7 @@ class _Divergences(torch.autograd.Function):
         return ce, kl, l1, overlap
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         g_ce, g_kl, g_l1, _ = grads
         p_draft, p_target, sign, labels, known, inside = ctx.saved_tensors
         g_ce = g_ce * known

@@ -85,7 +85,9 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
     model = BlockDrafterModel(drafter_config(config, target, mask))
     model.vocab = draft_vocabulary(counts, config.draft_vocab_size, target.eos_token_ids)
     covered = float(counts[model.vocab].sum() / counts.sum())
-    report(f"{len(train)} sequences, {int(counts.sum())} answer tokens, {100 * covered:.1f}% inside the draft vocabulary")
+    report(
+        f"{len(train)} sequences, {int(counts.sum())} answer tokens, {100 * covered:.1f}% inside the draft vocabulary"
+    )
     share_embeddings(model, target)
     trainer = Trainer(config, model, target, train, held_out)
     if trainer.resume():

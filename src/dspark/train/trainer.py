@@ -53,7 +53,11 @@ class Trainer:
         body = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("head.")]
         groups = [{"params": body, "scale": 1.0}, {"params": head, "scale": config.head_lr_scale}]
         self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.lr, betas=(0.9, 0.98), weight_decay=config.weight_decay, fused=True
+            [g for g in groups if g["params"]],
+            lr=config.lr,
+            betas=(0.9, 0.98),
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self.step, self.blocks = 0, 0
         self.output = Path(config.output)
@@ -88,7 +92,8 @@ class Trainer:
         """
         n, gamma = batch.mask.shape
         starts = torch.repeat_interleave(
-            torch.tensor([sum(batch.seq_lens[:i]) for i in range(len(batch.seq_lens))]), torch.tensor(batch.counts)
+            torch.tensor([sum(batch.seq_lens[:i]) for i in range(len(batch.seq_lens))]),
+            torch.tensor(batch.counts),
         )
         at = (starts + batch.anchors)[:, None] + torch.arange(gamma)  # global index of the predicting row
         rows, inverse = at.flatten().unique(return_inverse=True)
@@ -112,7 +117,12 @@ class Trainer:
         self.step += 1
         self.blocks += len(batch.anchors)
         covered = loss.overlap.sum(0) / batch.mask.sum(0).clamp(min=1)
-        return {"loss": float(loss.total.detach()), **{k: float(v) for k, v in loss.terms.items()}, "lr": lr, "overlap1": float(covered[0])}
+        return {
+            "loss": float(loss.total.detach()),
+            **{k: float(v) for k, v in loss.terms.items()},
+            "lr": lr,
+            "overlap1": float(covered[0]),
+        }
 
     @torch.no_grad()
     def evaluate(self, max_sequences: int = 64) -> dict[str, Any]:
@@ -129,7 +139,9 @@ class Trainer:
             anchors = [draw_anchors(s, 64, generator) for s in part]
             batch = make_batch(part, self.held_out_features(part), anchors, self.model.config.block_size)
             loss, logits, p_target = self.loss(batch)
-            outside = p_target.sum(-1) + p_target.amax(-1) < 1  # the argmax may lie outside the draft vocabulary
+            outside = (
+                p_target.sum(-1) + p_target.amax(-1) < 1
+            )  # the argmax may lie outside the draft vocabulary
             agree.append((logits.argmax(-1) == p_target.argmax(-1)) & ~outside)
             overlap.append(loss.overlap)
             masks.append(batch.mask)
@@ -153,7 +165,13 @@ class Trainer:
             if self.step % self.config.eval_every == 0 or last:
                 rate = (self.blocks - blocks) / (time.perf_counter() - started)
                 mean = {k: sum(r[k] for r in losses) / len(losses) for k in losses[0]}
-                record = {"step": self.step, "blocks": self.blocks, "blocks_per_s": rate, **mean, **self.evaluate()}
+                record = {
+                    "step": self.step,
+                    "blocks": self.blocks,
+                    "blocks_per_s": rate,
+                    **mean,
+                    **self.evaluate(),
+                }
                 with (self.output / "log.jsonl").open("a", encoding="utf-8") as log:
                     log.write(json.dumps(record) + "\n")
                 started, blocks, losses = time.perf_counter(), self.blocks, []
@@ -165,7 +183,12 @@ class Trainer:
         """Write the resume state; replaced atomically."""
         frozen = ("embed.", "lm_head.")
         weights = {k: v for k, v in self.model.state_dict().items() if not k.startswith(frozen)}
-        state = {"model": weights, "optimizer": self.optimizer.state_dict(), "step": self.step, "blocks": self.blocks}
+        state = {
+            "model": weights,
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "blocks": self.blocks,
+        }
         part = self.output / "state.pt.part"
         torch.save(state, part)
         part.replace(self.output / "state.pt")
@@ -182,8 +205,6 @@ class Trainer:
         return True
 
 
-
-
 def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 7919 + epoch)).tolist()
 
@@ -194,4 +215,6 @@ def _schedule(step: int, config: TrainConfig) -> float:
     if step < warm:
         return (step + 1) / warm
     progress = (step - warm) / max(1, config.steps - warm)
-    return config.min_lr_share + (1 - config.min_lr_share) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.min_lr_share + (1 - config.min_lr_share) * 0.5 * (
+        1 + math.cos(math.pi * min(1.0, progress))
+    )

@@ -69,7 +69,12 @@ def bigram_scores(target: Decoder, tokens: Tensor, vocab: Tensor, prefix: Tensor
 
 @torch.no_grad()
 def init_head_from_bigrams(
-    model: BlockDrafterModel, scores: Tensor, row_weight: Tensor, column_weight: Tensor, strength: float, seed: int
+    model: BlockDrafterModel,
+    scores: Tensor,
+    row_weight: Tensor,
+    column_weight: Tensor,
+    strength: float,
+    seed: int,
 ) -> float:
     """W1 W2 = weighted rank-r approximation of `strength * scores` [V, Vd] (randomised SVD).
 
