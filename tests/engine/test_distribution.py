@@ -17,12 +17,13 @@ from dspark.engine.engine import Engine
 from dspark.schedule.policies import FixedLength
 from dspark.testing import ScriptedDrafter, TableTarget, filter_row, run_engine
 
-V, N = 3, 5000
+V, N = 3, 3000
 FIRST = 1  # the prompt's only token
 TABLE = np.array([[0.7, 0.2, 0.1], [0.3, 0.3, 0.4], [0.05, 0.9, 0.05]])
 UNIFORM = torch.full((V, V), 1 / V, dtype=torch.float64)
 CLOSE = torch.tensor([[0.6, 0.2, 0.2], [0.4, 0.3, 0.3], [0.1, 0.6, 0.3]], dtype=torch.float64)
 ZEROS = torch.tensor([[0.5, 0.0, 0.5], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
+BIAS = np.array([0.9, 0, 0])
 ONE_HOT = torch.eye(V, dtype=torch.float64)[[2, 0, 1]]
 SLOTS = torch.tensor([[0.1, 0.1, 0.8], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3]], dtype=torch.float64)
 
@@ -48,7 +49,7 @@ def sample_engine(
     count: int = N,
     target: TableTarget | None = None,
 ) -> list[RequestOutput]:
-    config = EngineConfig(max_num_seqs=count, max_num_batched_tokens=count, kv_cache_tokens=16 * count)
+    config = EngineConfig(max_num_seqs=500, max_num_batched_tokens=1000, kv_cache_tokens=16 * 500)
     engine = Engine(target or TableTarget(TABLE), drafter, FixedLength(gamma if drafter else 0), None, config)
     return run_engine(engine, [[FIRST]] * count, params)
 
@@ -117,11 +118,11 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["uniform", "close", "zeros", "pruned", "fixed"])
+@pytest.mark.parametrize("name", ["close", "zeros", "pruned"])
 @pytest.mark.parametrize("filters", FILTERS)
 def test_filters_act_on_both_sides(name: str, filters: str) -> None:
     params = FILTERS[filters]
-    outputs = sample_engine(DRAFTERS[name](), params, count=3000)
+    outputs = sample_engine(DRAFTERS[name](), params, count=2000)
     exact = TableTarget(TABLE).joint_distribution(FIRST, 4, lambda row: filter_row(row, params))
     assert_distributed(histogram(outputs, slice(0, 4)), exact)
 
@@ -134,7 +135,7 @@ def test_rows_of_one_batch_keep_their_own_parameters() -> None:
         SamplingParams(temperature=1.0, top_k=2, max_tokens=4, seed=9),
         SamplingParams(temperature=1.0, max_tokens=4, seed=9, speculative=False),
     ]
-    outputs = sample_engine(DRAFTERS["close"](), kinds * 2500, count=4 * 2500)
+    outputs = sample_engine(DRAFTERS["close"](), kinds * 1500, count=4 * 1500)
     greedy, *sampled = (outputs[i::4] for i in range(4))
     assert {tuple(o.token_ids) for o in greedy} == {(2, 1, 2, 1)}
     for params, group in zip(kinds[1:], sampled, strict=True):
@@ -156,14 +157,14 @@ def test_requests_with_one_seed_are_independent() -> None:
 def test_penalties_and_bias_follow_the_drafts_of_a_block() -> None:
     """The distribution of a position depends on the output before it, drafts included."""
     params = SamplingParams(
-        max_tokens=4, seed=8, presence_penalty=1.0, frequency_penalty=0.7, logit_bias={0: 0.9}
+        max_tokens=4, seed=8, presence_penalty=1.0, frequency_penalty=0.7, logit_bias=dict(enumerate(BIAS))
     )
     outputs = sample_engine(DRAFTERS["close"](), params)
     exact = np.zeros((V,) * 4)
     for tokens in np.ndindex(exact.shape):
         p, last, seen = 1.0, FIRST, np.zeros(V)
         for token in tokens:
-            logits = np.log(TABLE[last]) + [0.9, 0, 0] - 0.7 * seen - (seen > 0)
+            logits = np.log(TABLE[last]) + BIAS - 0.7 * seen - (seen > 0)
             p *= np.exp(logits[token]) / np.exp(logits).sum()
             seen[token] += 1
             last = token

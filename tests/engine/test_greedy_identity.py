@@ -42,7 +42,7 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter | None]] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 WORK: list[tuple[list[int], SamplingParams]] = [
     ([1, 2, 3], GREEDY),
-    ([7], replace(GREEDY, ignore_eos=True, max_tokens=40)),
+    ([7], replace(GREEDY, ignore_eos=True, max_tokens=28)),
     ([5] * 9, replace(GREEDY, max_tokens=1)),
     ([4, 9], replace(GREEDY, max_tokens=0)),
     (list(range(12)) * 3, replace(GREEDY, min_tokens=10, max_tokens=24)),
@@ -51,10 +51,10 @@ WORK: list[tuple[list[int], SamplingParams]] = [
     ([10, 10], replace(GREEDY, presence_penalty=1.5, frequency_penalty=0.8, ignore_eos=True)),
     ([6, 5, 4], replace(GREEDY, logit_bias={7: 6.0, EOS: -20.0, 1: 2.5}, frequency_penalty=1.2)),
     ([2] * 17, replace(GREEDY, speculative=False, ignore_eos=True)),
-    ([11, 3], replace(GREEDY, stop=("ca", "lb"), ignore_eos=True, max_tokens=60)),
+    ([11, 3], replace(GREEDY, stop=("ca", "lb"), ignore_eos=True, max_tokens=40)),
     (
         [8, 0, 7],
-        replace(GREEDY, stop="hj", include_stop_str_in_output=True, ignore_eos=True, max_tokens=60),
+        replace(GREEDY, stop="hj", include_stop_str_in_output=True, ignore_eos=True, max_tokens=40),
     ),
 ]
 
@@ -104,9 +104,9 @@ def test_the_workload_ends_in_every_way(expected: list[SlowOutput]) -> None:
 
 
 CASES = [
-    (name, gamma, (1, 4, 16)[(i + j) % 3])
+    (name, gamma, (16, 4, 1, 4, 16)[(i + j) % 5])
     for (i, name), (j, gamma) in product(enumerate(DRAFTERS), enumerate(GAMMAS))
-    if name != "none" or j < 3
+    if name != "none" or j in (0, 1, 2)
 ]
 
 
@@ -118,25 +118,22 @@ def test_speculation_gives_plain_decodings_output(
     assert_same(run(DRAFTERS[name](target()), gamma, config, tokenizer), expected)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize(
-    ("block_size", "batched_tokens", "kv_tokens"),
-    [(16, 7, None), (1, 512, 90), (4, 512, 76), (3, 5, 100)],
-    ids=["chunked", "blocks-of-one", "preempted", "all-at-once"],
-)
+SHORT = {
+    "chunked": (16, 7, None),
+    "blocks-of-one": (1, 512, 90),
+    "preempted": (4, 512, 76),
+    "all": (3, 5, 100),
+}
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "dspark-rnn", "dspark-pruned", "dflash", "unreliable"])
+@pytest.mark.parametrize("kind", SHORT)
 def test_short_memory_and_chunked_prefill_change_nothing(
-    name: str,
-    block_size: int,
-    batched_tokens: int,
-    kv_tokens: int | None,
-    tokenizer: Tokenizer,
-    expected: list[SlowOutput],
+    name: str, kind: str, tokenizer: Tokenizer, expected: list[SlowOutput]
 ) -> None:
+    block_size, rows, positions = SHORT[kind]
     config = EngineConfig(
-        max_num_seqs=8,
-        max_num_batched_tokens=batched_tokens,
-        block_size=block_size,
-        kv_cache_tokens=kv_tokens,
+        max_num_seqs=8, max_num_batched_tokens=rows, block_size=block_size, kv_cache_tokens=positions
     )
     assert_same(run(DRAFTERS[name](target()), 5, config, tokenizer), expected)
 
@@ -188,7 +185,8 @@ def test_never_more_forward_passes_than_plain_decoding(name: str) -> None:
 def test_plain_requests_are_never_drafted_for() -> None:
     drafter = ScriptedDrafter.copy_target(target(), 4)
     engine = Engine(target(), drafter)
-    plain, fast = run_engine(engine, [[1, 2], [1, 2]], [replace(GREEDY, speculative=False), GREEDY])
+    params = replace(GREEDY, ignore_eos=True)
+    plain, fast = run_engine(engine, [[1, 2], [1, 2]], [replace(params, speculative=False), params])
     assert plain.token_ids == fast.token_ids
     assert plain.metrics.drafted == 0
     assert fast.metrics.drafted == drafter.proposed > 0

@@ -190,24 +190,29 @@ def _report(args: argparse.Namespace, prompts: list[list[int]], results: dict[st
 
 
 def _table(summary: list[dict[str, Any]]) -> Table:
-    """Medians, with the range over repeats where it matters."""
+    """Medians, with the range over repeats where it matters. Fits a terminal of 80 columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from dspark.cli.terminal import figure
 
-    def median(spread: dict[str, float] | None, digits: int = 2) -> str:
-        return figure(None if spread is None else spread["median"], digits)
+    def median(spread: dict[str, float] | None) -> str:
+        return figure(None if spread is None else spread["median"])
 
     def ranged(spread: dict[str, float] | None, digits: int) -> str:
         if spread is None:
             return "-"
-        return f"{median(spread, digits)} ({figure(spread['min'], digits)}..{figure(spread['max'], digits)})"
+        low, middle, high = (figure(spread[key], digits) for key in ("min", "median", "max"))
+        return f"{middle} ({low}..{high})"
 
-    table = Table(box=SIMPLE_HEAD, caption="median (min..max) over repeats; prompt processing included")
-    for column in ("T", "conc.", "method"):
+    caption = "median (min..max) over repeats, prompt processing included; length: accepted length, all"
+    caption += " and non-looping outputs; repeat: share of repeated 4-grams; = none: same ids at T = 0"
+    table = Table(
+        box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for column in ("T", "c", "method"):
         table.add_column(column)
-    for column in ("tokens/s", "x none", "decode t/s", "acc. len.", "not looping", "repeats", "= none"):
+    for column in ("tokens/s", "x none", "length", "n.-l.", "repeat", "= none"):
         table.add_column(column, justify="right")
     for cell in summary:
         table.add_row(
@@ -216,7 +221,6 @@ def _table(summary: list[dict[str, Any]]) -> Table:
             cell["method"],
             ranged(cell["output_tokens_per_s"], 1),
             ranged(cell["ratio_to_none"], 2),
-            median(cell["decode_tokens_per_s"], 1),
             median(cell["accepted_length"]),
             median(cell["accepted_length_non_looping"]),
             median(cell["repetition_share"]),

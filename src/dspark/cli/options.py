@@ -107,7 +107,23 @@ def speculative_config(
 
 
 def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -> LLM:
-    """The LLM that --model, --device and --dtype name, drafting as `config` says."""
+    """The LLM that --model, --device and --dtype name, drafting as `config` says.
+
+    Raises:
+        DSparkError: no such device, or whatever the LLM refuses.
+    """
     from dspark.llm import LLM
 
+    _check_device(args.device)
     return LLM(args.model, speculative_config=config, device=args.device, dtype=args.dtype, **options)
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    from dspark.core import DSparkError
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError):  # torch's ways of saying no
+        raise DSparkError(f"the device {name!r} is not available here: use cpu") from None

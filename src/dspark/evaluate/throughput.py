@@ -21,6 +21,7 @@ from dspark.evaluate.repetition import is_looping, repeated_ngrams
 
 __all__ = [
     "Measurement",
+    "Run",
     "ThroughputSettings",
     "check_prompts",
     "measure",

@@ -124,10 +124,12 @@ def tiny_drafter(
     generator = torch.Generator().manual_seed(seed)
     model = BlockDrafterModel(config).to(target.dtype)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.ndim > 1:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(noise * parameter.shape[1] ** -0.5)
+            else:
+                parameter.copy_(0.1 * noise + (0 if name.endswith("bias") else 1))
         if draft_vocab_size is not None:
             model.vocab.copy_(
                 torch.randperm(target.vocab_size, generator=generator)[:draft_vocab_size].sort()[0]

@@ -129,7 +129,8 @@ def _attend_sequence(
     hidden_from = torch.arange(visible_len, device=q.device) >= anchors[:, None]  # [a, S]
     to_context = to_context.view(kv_heads, groups, a, gamma, visible_len)
     to_context = to_context.masked_fill(hidden_from[:, None], float("-inf"))
-    p = torch.cat((to_context, to_block), -1).softmax(-1, dtype=torch.float32).to(v.dtype)
+    wide = torch.promote_types(v.dtype, torch.float32)
+    p = torch.cat((to_context, to_block), -1).softmax(-1, dtype=wide).to(v.dtype)
     p_context, p_block = p.split((visible_len, gamma), -1)
     out = p_context.reshape(kv_heads, -1, visible_len) @ values.transpose(0, 1)  # [kvh, g * a * gamma, d]
     p_block = p_block.transpose(1, 2).flatten(2, 3)  # [kvh, a, g * gamma, gamma]

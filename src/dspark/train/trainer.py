@@ -189,6 +189,7 @@ class Trainer:
             "step": self.step,
             "blocks": self.blocks,
         }
+        self.output.mkdir(parents=True, exist_ok=True)
         part = self.output / "state.pt.part"
         torch.save(state, part)
         part.replace(self.output / "state.pt")

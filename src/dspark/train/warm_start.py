@@ -100,6 +100,7 @@ def init_head_from_bigrams(
     w1 = basis @ u[:, : head.rank] * root / rows[:, None]
     w2 = vh[: head.rank].T * root / columns[:, None]
     scale = (w2.square().mean().sqrt() / w1.square().mean().sqrt()).sqrt()  # equal magnitude on both sides
-    head.w1.weight.data, head.w2.weight.data = w1 * scale, (w2 / scale).contiguous()
+    head.w1.weight.copy_(w1 * scale)
+    head.w2.weight.copy_(w2 / scale)
     total = sum(float(part.float().square().sum()) for part in table.split(4096))
     return float(s[: head.rank].square().sum()) / total

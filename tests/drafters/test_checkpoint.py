@@ -1,0 +1,145 @@
+"""Checkpoints: what is written loads again, and everything wrong with one is named."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dspark.core import DSparkError
+from dspark.drafters.checkpoint import load_drafter_model, read_drafter_config, save_drafter_model
+from dspark.drafters.registry import build_drafter
+from dspark.testing import tiny_decoder, tiny_drafter
+
+
+@pytest.fixture
+def target():
+    return tiny_decoder(dtype=torch.float32)
+
+
+@pytest.fixture
+def checkpoint(target, tmp_path):
+    save_drafter_model(tiny_drafter(target, draft_vocab_size=40).model, tmp_path / "d", {"steps": 3})
+    return tmp_path / "d"
+
+
+def edit(checkpoint, **changes):
+    path = checkpoint / "config.json"
+    raw = json.loads(path.read_text())
+    for key, value in changes.items():
+        raw.pop(key) if value is None else raw.update({key: value})
+    path.write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("int8", [True, False])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_round_trip(target, tmp_path, head, int8):
+    # Packed linear layers are not part of a state dict: save a model that was never served.
+    served = tiny_drafter(target, head=head, draft_vocab_size=40).model
+    model = type(served)(served.config)
+    model.vocab = served.vocab
+    model.lm_head.weight.data.copy_(target.output_weight[model.vocab])
+    model.embed.weight.data.copy_(target.embed.weight)
+    save_drafter_model(model, tmp_path, {"steps": 3}, int8=int8)
+    loaded = load_drafter_model(tmp_path, target)
+    assert loaded.config == model.config
+    for name, value in model.state_dict().items():
+        tolerance = float(value.abs().max()) / 200 if value.ndim == 2 and name not in ("embed.weight", "lm_head.weight") else 0
+        torch.testing.assert_close(loaded.state_dict()[name], value, atol=tolerance, rtol=0)
+    assert json.loads((tmp_path / "config.json").read_text())["provenance"] == {"steps": 3}
+
+
+def test_each_missing_key_is_named(target, tmp_path):
+    model = fresh(target)
+    save_drafter_model(model, tmp_path, {})
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in weights:
+        save_file({k: v for k, v in weights.items() if k != name}, tmp_path / "model.safetensors")
+        with pytest.raises(DSparkError, match=name.replace(".", r"\.")):
+            load_drafter_model(tmp_path, target)
+
+
+def fresh(target, **changes):
+    served = tiny_drafter(target, draft_vocab_size=40, **changes).model
+    model = type(served)(served.config)
+    model.vocab = served.vocab
+    return model
+
+
+def test_unexpected_and_misshapen_keys_are_named(target, tmp_path):
+    save_drafter_model(fresh(target), tmp_path, {})
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "layers.9.o_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(DSparkError, match=r"unexpected key 'layers\.9"):
+        load_drafter_model(tmp_path, target)
+    save_file({**weights, "norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(DSparkError, match=r"'norm\.weight' has shape \(3,\)"):
+        load_drafter_model(tmp_path, target)
+    save_file({**weights, "vocab": torch.zeros(40, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(DSparkError, match="distinct target ids"):
+        load_drafter_model(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token_id": None}, "lacks the key 'mask_token_id'"),
+        ({"block_size": None}, "lacks the key 'block_size'"),
+        ({"dspark_format": 99}, "dspark_format"),
+        ({"slot_convention": "mask_first"}, "slot_convention"),
+        ({"mask_token_id": 640}, "mask_token_id 640"),
+        ({"taps": [0, 77]}, "taps layers"),
+        ({"vocab_size": 65}, "vocab_size 65"),
+        ({"hidden_size": 48}, "hidden_size 48"),
+        ({"target_identity": "other"}, "trained for other weights"),
+        ({"markov_head_type": "lstm"}, "markov_head_type"),
+        ({"method": "eagle"}, "method must be"),
+    ],
+)
+def test_bad_configurations_are_named(target, checkpoint, changes, message):
+    edit(checkpoint, **changes)
+    with pytest.raises(DSparkError, match=message):
+        load_drafter_model(checkpoint, target)
+
+
+def test_missing_and_broken_files(target, checkpoint, tmp_path):
+    with pytest.raises(DSparkError, match=r"config\.json does not exist"):
+        read_drafter_config(tmp_path)
+    (checkpoint / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(DSparkError, match="cannot be read"):
+        load_drafter_model(checkpoint, target)
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(DSparkError, match=r"model\.safetensors does not exist"):
+        load_drafter_model(checkpoint, target)
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(DSparkError, match="not valid JSON"):
+        load_drafter_model(checkpoint, target)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "medusa"}, "'medusa' is not known"),
+        ({"method": "ngram", "model": "x"}, "'model' is not supported for method ngram"),
+        ({"method": "dspark", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"method": "dspark", "model": "/does/not/exist"}, "is not a directory"),
+        ({"method": "dspark"}, "no dspark drafter is shipped for this model"),
+    ],
+)
+def test_bad_speculative_configurations(target, config, message):
+    with pytest.raises(DSparkError, match=message):
+        build_drafter(config, target)
+
+
+def test_a_block_wider_than_trained_is_refused(target, tmp_path):
+    save_drafter_model(fresh(target), tmp_path, {})
+    config = {"method": "dspark", "model": str(tmp_path), "num_speculative_tokens": 8}
+    with pytest.raises(DSparkError, match="exceeds the block of 7"):
+        build_drafter(config, target)
+    drafter, policy = build_drafter(config | {"num_speculative_tokens": 3}, target)
+    assert drafter.max_draft == 7
+    assert policy.length == 3
+    with pytest.raises(DSparkError, match="is a dspark drafter"):
+        build_drafter(config | {"method": "dflash"}, target)
