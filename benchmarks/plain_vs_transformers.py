@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -285,15 +286,15 @@ def load_prompts(args: argparse.Namespace) -> list[list[int]]:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    if args.serve:
-        serve(args.serve, args)
-        return 0
     if importlib.util.find_spec("transformers") is None:
         return fail(f"transformers is not installed; run: {INSTALL}")
     from dspark.cli.machine import machine, versions
     from dspark.core import DSparkError
 
     try:
+        if args.serve:
+            serve(args.serve, args)
+            return 0
         prompts = load_prompts(args)
     except DSparkError as error:
         return fail(str(error))
@@ -308,11 +309,10 @@ def main(argv: Sequence[str]) -> int:
             return fail(f"thread counts differ: { {peer.name: peer.threads for peer in peers} }")
         runs = measure_all(args, peers, prompts)
     summary = summarise(runs)
-    transformers = importlib.import_module("importlib.metadata").version("transformers")
     report = {
         "format": "dspark-plain-vs-transformers",
         "format_version": 1,
-        "versions": {**versions(), "transformers": transformers},
+        "versions": {**versions(), "transformers": metadata.version("transformers")},
         "machine": {**machine(), "threads": args.threads},
         "settings": {key: value for key, value in vars(args).items() if key not in ("serve", "json")},
         "num_prompts": len(prompts),

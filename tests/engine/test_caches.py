@@ -12,6 +12,7 @@ from dspark.core import SamplingParams
 from dspark.drafters.block import BlockDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
+from dspark.kernels.attention import is_fast
 from dspark.kv import BlockTable, KVPool
 from dspark.target.decoder import Decoder
 from dspark.testing import (
@@ -132,6 +133,19 @@ def test_rejected_and_free_positions_are_never_read(name: str, config: str, targ
         assert [o.metrics for o in outputs] == [o.metrics for o in clean]
         if params is GREEDY:
             assert [o.token_ids for o in outputs] == plain
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_the_compiled_attention_reads_no_stale_position_either(block_size: int) -> None:
+    model = tiny_decoder(seed=2, vocab_size=VOCAB, max_context=128, hidden=64, dtype=torch.float32)
+    config = EngineConfig(max_num_seqs=6, block_size=block_size)
+    clean = run_engine(Engine(model, tiny_drafter(model), config=config), PROMPTS, GREEDY)
+    engine = Engine(model, tiny_drafter(model), config=config)
+    assert is_fast(engine.pool.k[0], 16, block_size)
+    poison(engine)
+    outputs = run_engine(engine, PROMPTS, GREEDY, after_step=poison)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in clean]
+    assert [o.metrics for o in outputs] == [o.metrics for o in clean]
 
 
 def test_a_request_without_speculation_shares_the_pool(target: Decoder) -> None:

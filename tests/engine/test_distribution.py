@@ -5,6 +5,8 @@ One batch of thousands of identical requests, told apart by their uid alone, is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from dspark.drafters.base import Drafter
 from dspark.drafters.ngram import NgramDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
-from dspark.schedule.policies import FixedLength
+from dspark.schedule.policies import Dependence, FixedLength, ScheduleState
 from dspark.testing import ScriptedDrafter, TableTarget, filter_row, run_engine
 
 V, N = 3, 3000
@@ -199,3 +201,29 @@ def test_min_tokens_hold_the_end_back() -> None:
 
     exact = target.joint_distribution(FIRST, 4, without_end)
     assert_distributed(histogram(outputs, slice(0, 4)), exact)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Lengths that depend on the request and on how far it is, never on what was drawn."""
+
+    dependence: Dependence = Dependence.STATIC
+    uses_survival: bool = False
+
+    def draft_lengths(self, state: ScheduleState) -> np.ndarray:
+        return np.minimum(state.room, (state.uids + state.context_lens) % 4)
+
+    def verify_lengths(
+        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
+    ) -> np.ndarray:
+        return np.maximum(drafted - state.uids % 2, 0)
+
+
+@pytest.mark.parametrize("name", ["close", "zeros", "pruned", "ngram"])
+def test_drafts_that_are_not_verified_leave_no_trace(name: str) -> None:
+    """Some blocks are cut before verification, some requests draft nothing, memory is short."""
+    config = EngineConfig(max_num_seqs=50, max_num_batched_tokens=60, block_size=1, kv_cache_tokens=170)
+    engine = Engine(TableTarget(TABLE), DRAFTERS[name](), Uneven(), None, config)
+    outputs = run_engine(engine, [[FIRST]] * N, SamplingParams(max_tokens=5, seed=21))
+    assert sum(o.metrics.scheduled for o in outputs) < sum(o.metrics.drafted for o in outputs)
+    assert_distributed(histogram(outputs, slice(0, 4)), TableTarget(TABLE).joint_distribution(FIRST, 4))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from dspark.drafters.ngram import NgramDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.kv import KVPool
-from dspark.schedule.policies import FixedLength
+from dspark.schedule.policies import Dependence, FixedLength, ScheduleState
 from dspark.target.base import ForwardBatch, TargetOutput
 from dspark.target.decoder import Decoder
 from dspark.target.tokenizer import Tokenizer
@@ -51,10 +52,10 @@ WORK: list[tuple[list[int], SamplingParams]] = [
     ([10, 10], replace(GREEDY, presence_penalty=1.5, frequency_penalty=0.8, ignore_eos=True)),
     ([6, 5, 4], replace(GREEDY, logit_bias={7: 6.0, EOS: -20.0, 1: 2.5}, frequency_penalty=1.2)),
     ([2] * 17, replace(GREEDY, speculative=False, ignore_eos=True)),
-    ([11, 3], replace(GREEDY, stop=("ca", "lb"), ignore_eos=True, max_tokens=40)),
+    ([11, 3], replace(GREEDY, stop=("hgg", "ikelhg"), ignore_eos=True, max_tokens=40)),
     (
         [8, 0, 7],
-        replace(GREEDY, stop="hj", include_stop_str_in_output=True, ignore_eos=True, max_tokens=40),
+        replace(GREEDY, stop="gjb", include_stop_str_in_output=True, ignore_eos=True, max_tokens=40),
     ),
 ]
 
@@ -151,6 +152,33 @@ def test_the_small_pool_does_preempt(tokenizer: Tokenizer) -> None:
     drafter.forget = counted  # type: ignore[assignment, method-assign]
     run(drafter, 5, config, tokenizer)
     assert len(forgotten) > len(WORK)  # once at each end, the rest are preemptions
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """Drafts and verifies differently for every request and round, sometimes nothing."""
+
+    dependence: Dependence = Dependence.STATIC
+    uses_survival: bool = False
+
+    def draft_lengths(self, state: ScheduleState) -> np.ndarray:
+        return np.minimum(state.room, (3 * state.uids + 5 * state.context_lens) % 8)
+
+    def verify_lengths(
+        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
+    ) -> np.ndarray:
+        return np.maximum(drafted - (state.uids + state.context_lens) % 4, 0)
+
+
+@pytest.mark.parametrize("name", ["ngram", "dspark-gated", "dspark-pruned", "dflash", "unreliable"])
+def test_lengths_may_change_with_every_round(
+    name: str, tokenizer: Tokenizer, expected: list[SlowOutput]
+) -> None:
+    for config in (EngineConfig(), EngineConfig(block_size=3, max_num_batched_tokens=11, kv_cache_tokens=90)):
+        engine = Engine(target(), DRAFTERS[name](target()), Jagged(), tokenizer, config)
+        outputs = run_engine(engine, [prompt for prompt, _ in WORK], [params for _, params in WORK])
+        assert_same(outputs, expected)
+        assert 0 < sum(o.metrics.scheduled for o in outputs) < sum(o.metrics.drafted for o in outputs)
 
 
 class CountingTarget:

@@ -205,14 +205,14 @@ def _table(summary: list[dict[str, Any]]) -> Table:
         low, middle, high = (figure(spread[key], digits) for key in ("min", "median", "max"))
         return f"{middle} ({low}..{high})"
 
-    caption = "median (min..max) over repeats, prompt processing included; length: accepted length, all"
-    caption += " and non-looping outputs; repeat: share of repeated 4-grams; = none: same ids at T = 0"
+    caption = "median (min..max) over repeats, prompt processing included; len., n.l.: accepted length of"
+    caption += " all and of non-looping outputs; rep.: share of repeated 4-grams; = none: same ids at T = 0"
     table = Table(
         box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False
     )
     for column in ("T", "c", "method"):
         table.add_column(column)
-    for column in ("tokens/s", "x none", "length", "n.-l.", "repeat", "= none"):
+    for column in ("tokens/s", "x none", "len.", "n.l.", "rep.", "= none"):
         table.add_column(column, justify="right")
     for cell in summary:
         table.add_row(
@@ -224,6 +224,6 @@ def _table(summary: list[dict[str, Any]]) -> Table:
             median(cell["accepted_length"]),
             median(cell["accepted_length_non_looping"]),
             median(cell["repetition_share"]),
-            cell["identical"] or "-",
+            (cell["identical"] or "-").replace(" of ", "/"),
         )
     return table

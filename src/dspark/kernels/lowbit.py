@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -186,15 +186,75 @@ class LowBitLinear(nn.Module):
         # Plain attributes: the layout is opaque to state_dict() and to().
         self.packed = pack(weight) if supports() else None
         self.weight = None if supports() else weight.dequantize()
-        self.call = np.zeros(1, dtype=CALL)  # all but the addresses of one call
+        self.call = np.zeros(0, dtype=np.int64)  # a `CALL` behind its counter; lacks what one call adds
         if self.packed is not None:
-            tiles, blocks = self.packed.shape[:2]
-            self.call["tiles"], self.call["blocks"], self.call["bits"] = tiles, blocks, weight.bits
-            self.call["records"], self.call["out_step"] = self.packed.data_ptr(), tiles * TILE
-        self.template = self.call.view(np.int64)
+            self.call = _call(self.packed, self.bits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], float32 on a CPU."""
-        if self.weight is not None:
+        if self.packed is None:
+            assert self.weight is not None
             return nn.functional.linear(x, self.weight, self.bias)
-        return x
+        assert x.dtype == torch.float32
+        assert x.shape[-1] == self.in_features
+        x = x.contiguous()
+        rows = x.numel() // self.in_features
+        out = torch.empty(*x.shape[:-1], self.packed.shape[0] * TILE)
+        if rows:
+            self._multiply(x.data_ptr(), rows, out.data_ptr())
+        if out.shape[-1] != self.out_features:
+            out = out[..., : self.out_features]
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _multiply(self, x: int, rows: int, out: int) -> None:
+        call = self.call.copy()  # of this thread alone
+        address = call.ctypes.data
+        call[1:5] = address, x, rows, out
+        threads = torch.get_num_threads()
+        compiled = _Compiled.load()
+        if threads == 1 or rows * self.out_features * self.in_features < PARALLEL_WORK:
+            compiled.work(address + 8)
+        else:
+            parallel()(compiled.address, address + 8, threads)
+
+    def extra_repr(self) -> str:
+        where = "packed" if self.packed is not None else "float32"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {where}"
+
+
+def _call(packed: torch.Tensor, bits: int) -> np.ndarray:
+    """[counter, CALL] of a layer's products as int64."""
+    call = np.zeros(1, dtype=CALL)
+    call["records"], call["bits"] = packed.data_ptr(), bits
+    call["tiles"], call["blocks"] = packed.shape[:2]
+    call["tile_bytes"] = packed.shape[1] * packed.shape[2]
+    call["out_step"] = packed.shape[0] * TILE
+    return np.concatenate([np.zeros(1, dtype=np.int64), call.view(np.int64)])
+
+
+def lowbit_linears(module: nn.Module, bits: int = 8) -> nn.Module:
+    """Quantise every `nn.Linear` inside `module` (itself included) that has a multiple of 32 inputs.
+
+    For models whose precision is free, such as drafters. Returns the module. A layer that occurs twice is
+    laid out once.
+    """
+    done: dict[int, LowBitLinear] = {}
+    originals: list[nn.Linear] = []  # ids stay unique while these live
+
+    def quantise(layer: nn.Linear) -> LowBitLinear:
+        if id(layer) not in done:
+            done[id(layer)] = LowBitLinear(QuantizedWeight.from_float(layer.weight, bits), layer.bias)
+            originals.append(layer)
+        return done[id(layer)]
+
+    if _divisible(module):
+        return quantise(module)
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if _divisible(child):
+                parent._modules[name] = quantise(child)
+    return module
+
+
+def _divisible(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and module.in_features % BLOCK == 0

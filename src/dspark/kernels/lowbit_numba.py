@@ -36,7 +36,8 @@ VECTORS = 2 if _WIDE else 1  # of a tile, worked on together: with the rows they
 MAX_ROWS = 8 if _WIDE else 4  # per pass over a tile
 UNPACK_ROWS = 16  # from here on a tile is dequantised once into memory instead of once for each group of rows
 
-CALL = np.dtype([(name, np.int64) for name in "next_tile tiles bits records blocks x rows out out_step".split()])
+# `next_tile` is the address of the counter that workers share, the others are addresses, sizes and steps.
+CALL = np.dtype([(name, np.int64) for name in "next_tile x rows out records tiles blocks tile_bytes bits out_step".split()])
 CALL_TYPE = from_dtype(CALL)
 
 _ORDER = (0, 16, 1, 17, 2, 18, 3, 19)  # inputs of a group of eight, relative to its first
@@ -233,10 +234,10 @@ def multiply_floats(typingctx, rows, w, blocks, x, out, out_step):
     return types.void(*[types.int64] * 6), codegen
 
 
-@njit
+@njit(inline="always")
 def _tile(bits, call, tile, scratch):
     """All rows of one tile."""
-    records = call.records + tile * call.blocks * RECORD_BYTES[bits]
+    records = call.records + tile * call.tile_bytes
     out = call.out + 4 * TILE * tile
     row, groups = 0, -(-call.rows // MAX_ROWS)
     if call.rows >= UNPACK_ROWS:

@@ -42,24 +42,20 @@ class FeatureSource:
         return (len(self.taps) + 1) * self.target.hidden_size * size + 4
 
     def __call__(self, sequences: Seq[Sequence]) -> list[Features]:
-        missing = [s for s in sequences if id(s) not in self._kept]
-        found = {id(s): f for s, f in zip(missing, self.compute(missing), strict=True)} if missing else {}
-        if self.keep:
-            self._kept |= found
-        return [self._kept.get(id(s)) or found[id(s)] for s in sequences]
+        found = []
+        for sequence in sequences:
+            features = self._kept.get(id(sequence)) or self.compute(sequence)
+            if self.keep:
+                self._kept[id(sequence)] = features
+            found.append(features)
+        return found
 
     @torch.no_grad()
-    def compute(self, sequences: Seq[Sequence]) -> list[Features]:
-        size = max(len(s.token_ids) for s in sequences)
-        ids = torch.zeros(len(sequences), size, dtype=torch.int64)
-        for i, s in enumerate(sequences):
-            ids[i, : len(s.token_ids)] = torch.tensor(s.token_ids)
-        taps, last = self.target.hidden_states(ids.to(self.target.device), self.taps)
-        out = []
-        for i, s in enumerate(sequences):
-            hidden = last[i, : len(s.token_ids)].clone()
-            start = s.answer_start  # only answer positions are ever labels
-            norm = torch.zeros(len(s.token_ids), device=hidden.device)
-            norm[start:] = self.target.lm_head(hidden[start:]).float().logsumexp(-1)
-            out.append(Features(taps[i, : len(s.token_ids)].clone(), hidden, norm))
-        return out
+    def compute(self, sequence: Sequence) -> Features:
+        """One sequence at a time: a few hundred rows fill the matrix units, and nothing is padded."""
+        ids = torch.tensor([sequence.token_ids], device=self.target.device)
+        taps, last = self.target.hidden_states(ids, self.taps)
+        start = sequence.answer_start  # only answer positions are ever labels
+        norm = torch.zeros(ids.shape[1], device=last.device)
+        norm[start:] = self.target.lm_head(last[0, start:]).float().logsumexp(-1)
+        return Features(taps[0], last[0], norm)
