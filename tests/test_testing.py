@@ -222,7 +222,10 @@ def test_tiny_decoders_say_something(kind: str) -> None:
     assert all(map(torch.equal, target.state_dict().values(), again.state_dict().values()))
 
 
-@pytest.mark.parametrize(("method", "head"), [("dspark", "vanilla"), ("dspark", "gated"), ("dspark", "rnn"), ("dflash", "vanilla")])  # fmt: skip
+HEADS = [("dspark", "vanilla"), ("dspark", "gated"), ("dspark", "rnn"), ("dflash", "vanilla")]
+
+
+@pytest.mark.parametrize(("method", "head"), HEADS)
 def test_tiny_drafters_are_reproducible_and_draft_in_their_vocabulary(method: str, head: str) -> None:
     target = tiny_decoder(seed=1, vocab_size=20)
     made = [tiny_drafter(target, method, head, 4, draft_vocab_size=6) for _ in range(2)]  # type: ignore[arg-type]

@@ -54,6 +54,7 @@ class LLM:
     ) -> None:
         if dtype not in _DTYPES:
             raise DSparkError(f"dtype {dtype!r} is not supported; choose from {', '.join(_DTYPES)}")
+        _check_device(device)
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -124,6 +125,16 @@ class LLM:
                 raise DSparkError('a prompt given as a mapping must be {"prompt_token_ids": [...]}')
             return list(prompt["prompt_token_ids"])
         return self.tokenizer.apply_chat_template(list(prompt))
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that this torch cannot use."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise DSparkError(
+            f"device {device!r} cannot be used by this PyTorch; use cpu, or install one that can"
+        ) from None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

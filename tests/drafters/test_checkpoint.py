@@ -44,7 +44,11 @@ def test_round_trip(target, tmp_path, head, int8):
     loaded = load_drafter_model(tmp_path, target)
     assert loaded.config == model.config
     for name, value in model.state_dict().items():
-        tolerance = float(value.abs().max()) / 200 if value.ndim == 2 and name not in ("embed.weight", "lm_head.weight") else 0
+        tolerance = (
+            float(value.abs().max()) / 200
+            if value.ndim == 2 and name not in ("embed.weight", "lm_head.weight")
+            else 0
+        )
         torch.testing.assert_close(loaded.state_dict()[name], value, atol=tolerance, rtol=0)
     assert json.loads((tmp_path / "config.json").read_text())["provenance"] == {"steps": 3}
 

@@ -48,7 +48,9 @@ def test_requests_do_not_share_an_index_and_are_forgotten():
     assert propose(drafter, [9, 1, 2], 3, uid=0) == []
 
 
-@pytest.mark.parametrize(("args", "message"), [((0,), "num_speculative_tokens"), ((3, 2, 3), "prompt_lookup_min")])
+@pytest.mark.parametrize(
+    ("args", "message"), [((0,), "num_speculative_tokens"), ((3, 2, 3), "prompt_lookup_min")]
+)
 def test_bad_sizes_are_refused(args, message):
     with pytest.raises(DSparkError, match=message):
         NgramDrafter(*args)

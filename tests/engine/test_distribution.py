@@ -19,7 +19,7 @@ from dspark.engine.engine import Engine
 from dspark.schedule.policies import Dependence, FixedLength, ScheduleState
 from dspark.testing import ScriptedDrafter, TableTarget, filter_row, run_engine
 
-V, N = 3, 3000
+V, N = 3, 2500
 FIRST = 1  # the prompt's only token
 TABLE = np.array([[0.7, 0.2, 0.1], [0.3, 0.3, 0.4], [0.05, 0.9, 0.05]])
 UNIFORM = torch.full((V, V), 1 / V, dtype=torch.float64)
@@ -124,7 +124,7 @@ FILTERS = {
 @pytest.mark.parametrize("filters", FILTERS)
 def test_filters_act_on_both_sides(name: str, filters: str) -> None:
     params = FILTERS[filters]
-    outputs = sample_engine(DRAFTERS[name](), params, count=2000)
+    outputs = sample_engine(DRAFTERS[name](), params, count=1500)
     exact = TableTarget(TABLE).joint_distribution(FIRST, 4, lambda row: filter_row(row, params))
     assert_distributed(histogram(outputs, slice(0, 4)), exact)
 

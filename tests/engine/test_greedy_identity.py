@@ -104,10 +104,11 @@ def test_the_workload_ends_in_every_way(expected: list[SlowOutput]) -> None:
     assert len({tuple(o.token_ids[:4]) for o in expected}) > 8
 
 
+# The drafters that ask the target themselves are slow, plain decoding has no length: three cases do.
 CASES = [
     (name, gamma, (16, 4, 1, 4, 16)[(i + j) % 5])
     for (i, name), (j, gamma) in product(enumerate(DRAFTERS), enumerate(GAMMAS))
-    if name != "none" or j in (0, 1, 2)
+    if name not in ("none", "copy-target", "always-wrong") or j in (i % 2, 2, 4)
 ]
 
 

@@ -33,7 +33,9 @@ def serve_form(target, drafter, tokens, anchor):
     slots, positions = torch.from_numpy(pool.slots(table, 0, anchor)), torch.arange(anchor)
     start, tables = np.array([0, anchor]), np.array([table.blocks])
     ids = torch.tensor(tokens[:anchor])
-    out = target.forward(ForwardBatch(ids, positions, start, np.zeros(1, np.int64), tables, slots), pool, drafter.taps)
+    out = target.forward(
+        ForwardBatch(ids, positions, start, np.zeros(1, np.int64), tables, slots), pool, drafter.taps
+    )
     drafter.observe(ObserveBatch([], start, positions, slots, out.taps))
     request = Request(0, "r", tokens[: anchor + 1], SamplingParams(temperature=0), 0, 99, cached=anchor)
     return ProposeBatch([request], np.array([drafter.max_draft]), SamplingRows.of([request]), tables, [None])

@@ -63,7 +63,9 @@ def test_confidence_label_is_detached(case):
 def test_target_mass_outside_the_draft_vocabulary_counts_in_full():
     p_target = torch.tensor([[[0.5, 0.1]]])  # 0.4 outside
     logits = torch.tensor([[[0.5, 0.5]]]).log()
-    loss = block_loss(logits, p_target, torch.tensor([[0]]), torch.ones(1, 1, dtype=torch.bool), LossWeights())
+    loss = block_loss(
+        logits, p_target, torch.tensor([[0]]), torch.ones(1, 1, dtype=torch.bool), LossWeights()
+    )
     assert loss.terms["l1"].item() == pytest.approx(0.0 + 0.4 + 0.4)
     assert loss.overlap.item() == pytest.approx(0.6)
 

@@ -28,7 +28,13 @@ def trainer(tmp_path, sequences=SEQUENCES, method="dspark", head="vanilla", **ch
     fresh.lm_head.weight.data.copy_(target.lm_head.weight)
     fresh.embed.requires_grad_(False)
     fresh.lm_head.requires_grad_(False)
-    values = {"steps": 6, "sequences_per_step": 2, "anchors_per_sequence": 8, "eval_every": 2, "save_every": 2}
+    values = {
+        "steps": 6,
+        "sequences_per_step": 2,
+        "anchors_per_sequence": 8,
+        "eval_every": 2,
+        "save_every": 2,
+    }
     config = TrainConfig(output=str(tmp_path), dtype="float32", **(values | changes))
     return Trainer(config, fresh, target, list(sequences), list(sequences[:2]))
 
@@ -51,9 +57,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     assert [r["step"] for r in log] == [2, 4, 6]
 
 
-@pytest.mark.parametrize(("method", "head"), [("dspark", "vanilla"), ("dspark", "gated"), ("dspark", "rnn"), ("dflash", "vanilla")])
+@pytest.mark.parametrize(
+    ("method", "head"), [("dspark", "vanilla"), ("dspark", "gated"), ("dspark", "rnn"), ("dflash", "vanilla")]
+)
 def test_overfits_a_single_sequence(tmp_path, method, head):
-    changes = {"steps": 150, "sequences_per_step": 1, "anchors_per_sequence": 17, "lr": 1e-2, "eval_every": 150}
+    changes = {
+        "steps": 150,
+        "sequences_per_step": 1,
+        "anchors_per_sequence": 17,
+        "lr": 1e-2,
+        "eval_every": 150,
+    }
     changes |= {"save_every": 1000, "ce": 1.0, "l1": 0.1, "weight_decay": 0.0}
     run = trainer(tmp_path, SEQUENCES[:1], method, head, **changes)
     list(run.run())
@@ -121,7 +135,7 @@ def test_bad_configurations_are_refused(tmp_path):
     with pytest.raises(DSparkError, match="steps = 'many'"):
         TrainConfig.of({"steps": "many"})
     path = tmp_path / "c.toml"
-    path.write_text('steps = 3\ntaps = [0, 1]\n')
+    path.write_text("steps = 3\ntaps = [0, 1]\n")
     config = TrainConfig.load(path, ["lr=1e-3", "method=dflash"])
     assert (config.steps, config.taps, config.lr, config.method) == (3, (0, 1), 1e-3, "dflash")
     with pytest.raises(DSparkError, match="key=value"):
@@ -145,7 +159,9 @@ class Words:
 def test_sequences_are_rendered_as_in_serving(tmp_path):
     path = tmp_path / "d.jsonl"
     messages = [{"role": "user", "content": "5 6"}, {"role": "assistant", "content": "7 8 9"}]
-    path.write_text("\n".join(json.dumps({"messages": messages, "finish_reason": r}) for r in ("stop", "length")))
+    path.write_text(
+        "\n".join(json.dumps({"messages": messages, "finish_reason": r}) for r in ("stop", "length"))
+    )
     stopped, cut = load_sequences([path], Words())
     assert (stopped.token_ids, stopped.answer_start) == ([1, 5, 6, 2, 7, 8, 9, 0], 4)
     assert cut.token_ids == [1, 5, 6, 2, 7, 8, 9]

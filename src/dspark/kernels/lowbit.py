@@ -33,7 +33,14 @@ from dspark.kernels.lowbit_numba import (
 )
 from dspark.kernels.parallel import WORKER, parallel
 
-__all__ = ["BLOCK", "LowBitLinear", "QuantizedWeight", "lowbit_linear_reference", "lowbit_linears", "supports"]
+__all__ = [
+    "BLOCK",
+    "LowBitLinear",
+    "QuantizedWeight",
+    "lowbit_linear_reference",
+    "lowbit_linears",
+    "supports",
+]
 
 PARALLEL_WORK = 300_000  # weights x rows below which waking workers costs more than it saves
 

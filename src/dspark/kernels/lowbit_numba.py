@@ -36,9 +36,12 @@ VECTORS = 2 if _WIDE else 1  # of a tile, worked on together: with the rows they
 MAX_ROWS = 8 if _WIDE else 4  # per pass over a tile
 UNPACK_ROWS = 16  # from here on a tile is dequantised once into memory instead of once for each group of rows
 
-# `next_tile` is the address of the counter that workers share, the others are addresses, sizes and steps.
-CALL = np.dtype([(name, np.int64) for name in "next_tile x rows out records tiles blocks tile_bytes bits out_step".split()])
+# `next_tile` is the address of the counter that workers share.
+_FIELDS = "next_tile x rows out records tiles blocks tile_bytes bits out_step"
+CALL = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 CALL_TYPE = from_dtype(CALL)
+
+AHEAD = 16  # records to ask for in advance
 
 _ORDER = (0, 16, 1, 17, 2, 18, 3, 19)  # inputs of a group of eight, relative to its first
 
@@ -64,6 +67,13 @@ def _load(builder, kind, address, offset=0, align=4):
 def _store(builder, value, address, offset=0):
     where = builder.add(address, _I64(offset))
     builder.store(value, builder.inttoptr(where, value.type.as_pointer()), align=4)
+
+
+def _prefetch(builder, address, offset):
+    """Ask for a cache line: hardware prefetching stops at the end of a page, and a tile is not much longer."""
+    kind, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    where = builder.inttoptr(builder.add(address, _I64(offset)), kind)
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [where, i32(0), i32(3), i32(1)])
 
 
 def _splat(builder, scalar):
@@ -97,6 +107,8 @@ def _each_input(builder, bits, vectors, first, records, blocks, emit):
     """
     with cgutils.for_range(builder, blocks) as block:
         record = builder.add(records, builder.mul(block.index, _I64(RECORD_BYTES[bits])))
+        for line in range(0, RECORD_BYTES[bits] // (2 // vectors), 64):
+            _prefetch(builder, record, AHEAD * RECORD_BYTES[bits] + line)
         halves = [
             [_load(builder, _HALVES, record, 64 * part + 32 * (first + v), 2) for v in range(vectors)]
             for part in range(2 if bits == 4 else 1)
@@ -132,8 +144,9 @@ class _Sums:
     def __init__(self, builder, rows, vectors, x, x_step):
         self.builder = builder
         self.sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(rows)]
-        for total in sum(self.sums, []):
-            builder.store(_ZERO, total)
+        for totals in self.sums:
+            for total in totals:
+                builder.store(_ZERO, total)
         self.x = [builder.add(x, builder.mul(x_step, _I64(4 * r))) for r in range(rows)]
 
     def add(self, start, offset, weights):

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from dspark.core import DSparkError
 from dspark.kernels.attention import AttentionPlan, paged_attention, store_kv
 from dspark.kernels.linear import pack_linears
+from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, supports
 from dspark.kv import KVPool
 from dspark.target.base import ForwardBatch, TargetOutput
+from dspark.target.blocks import check_blocks, fuse_blocks
 from dspark.target.config import DecoderConfig
 
 __all__ = ["Decoder", "DecoderLayer", "RMSNorm", "Rotary", "apply_rotary", "causal_attention", "fuse_weights"]
@@ -126,9 +128,20 @@ class Decoder(nn.Module):
         model._output_weight = model.lm_head.weight.detach()  # packing hides it; drafters share its rows
         return model.requires_grad_(False).eval()
 
-    def prepare(self, device: torch.device | str = "cpu") -> Decoder:
-        """Move to `device` and pack the weights once for few-row products (serving only, no gradients)."""
+    def prepare(
+        self, device: torch.device | str = "cpu", blocks: Mapping[str, QuantizedWeight] | None = None
+    ) -> Decoder:
+        """Move to `device` and lay the weights out for few-row products (serving only, no gradients).
+
+        `blocks` (`read_blocks`) hold the same weights in fewer bits. float32 on a CPU reads those instead.
+        """
         self.to(device)
+        if blocks and self.dtype == torch.float32 and self.device.type == "cpu" and supports():
+            for name, weight in fuse_blocks(self.config, blocks):
+                layer = self.get_submodule(name)
+                assert isinstance(layer, nn.Linear)
+                check_blocks(name, weight, layer.weight)
+                self.set_submodule(name, LowBitLinear(weight, layer.bias))
         pack_linears(self)
         return self
 

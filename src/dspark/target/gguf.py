@@ -2,32 +2,38 @@
 
     convert_gguf(Path("model.gguf"), Path("model"))
 
-Weights are dequantised to float32. llama.cpp stores the rows of a Llama's q and k projections with the two
-halves of a rotary pair side by side; they come back in the order that rotate-half needs. Whatever the file
-asks for that is not implemented raises `DSparkError`.
+Weights are dequantised to float32; 4-bit and 8-bit blocks are also kept as they are, for `read_blocks`.
+llama.cpp stores the rows of a Llama's q and k projections with the two halves of a rotary pair side by side;
+they come back in the order that rotate-half needs. Whatever the file asks for that is not implemented raises
+`DSparkError`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from gguf import GGMLQuantizationType as QuantType
 
 from dspark.core import DSparkError
+from dspark.kernels.lowbit import BLOCK
+from dspark.target.blocks import BLOCKS_FILE
+from dspark.target.gguf_tokenizer import build_tokenizer, tokenizer_config
 from dspark.target.hf import read_config, weight_shapes
 
 __all__ = ["convert_gguf"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-CONTROL, USER_DEFINED = 3, 4  # token types of the GGUF specification
+BLOCK_BYTES = {QuantType.Q4_0: 18, QuantType.Q4_1: 20, QuantType.Q8_0: 34}  # of 32 weights
+STORED = {"F32": "<f4", "F16": "<f2", "U8": "u1", "I8": "i1"}  # safetensors' word -> NumPy's
 ALIGNMENT = 64  # bytes: a cache line, so that mapped rows start on one
 
 TENSORS = {
@@ -93,7 +99,7 @@ def convert_gguf(gguf_path: Path, directory: Path) -> None:
         raise DSparkError(f"{directory} exists and is not empty: name a new directory")
     metadata = _Metadata(gguf_path)
     config = _config(metadata)
-    tokenizer = _tokenizer(metadata)
+    tokenizer = build_tokenizer(metadata)
     if tokenizer.get_vocab_size() > config["vocab_size"]:
         raise DSparkError(f"{gguf_path}: there are more tokenizer.ggml.tokens than rows in token_embd")
     try:
@@ -104,7 +110,7 @@ def convert_gguf(gguf_path: Path, directory: Path) -> None:
             _write_json(build / "config.json", config)
             _write_json(build / "generation_config.json", _generation_config(metadata))
             (build / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-            _write_json(build / "tokenizer_config.json", _tokenizer_config(metadata))
+            _write_json(build / "tokenizer_config.json", tokenizer_config(metadata))
             _write_weights(metadata, build)
             _move(build, directory)
     except OSError as error:
@@ -192,7 +198,10 @@ def _generation_config(metadata: _Metadata) -> dict[str, Any]:
 
 
 def _write_weights(metadata: _Metadata, build: Path) -> None:
-    """Stream float32 tensors into build/model.safetensors: one tensor in memory at a time."""
+    """Stream tensors into build/model.safetensors (float32) and, of quantised ones, the blocks beside it.
+
+    One tensor is in memory at a time.
+    """
     config = read_config(build)
     expected = weight_shapes(config)
     tensors = {_hf_name(tensor.name): tensor for tensor in metadata.reader.tensors}
@@ -207,15 +216,54 @@ def _write_weights(metadata: _Metadata, build: Path) -> None:
                 f"{metadata.path}: tensor {name} has shape {shape}, metadata need {expected[name]}"
             )
 
-    permuted = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    permuted = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if metadata.arch == "llama" else {}
+
+    def in_order(name: str, rows: np.ndarray) -> np.ndarray:
+        heads = permuted.get(name.split(".")[-2])
+        return _rotate_half_rows(rows, heads) if heads else rows
+
+    floats = (in_order(name, _dequantize(tensors[name], metadata.path)) for name in expected)
+    header = {name: ("F32", shape) for name, shape in expected.items()}
+    _write_safetensors(build / "model.safetensors", header, floats)
+    quantised = {name: tensors[name] for name in expected if tensors[name].tensor_type in BLOCK_BYTES}
+    if quantised:
+        _write_blocks(build / BLOCKS_FILE, quantised, in_order)
+
+
+def _write_blocks(
+    path: Path, tensors: Mapping[str, gguf.ReaderTensor], in_order: Callable[[str, np.ndarray], np.ndarray]
+) -> None:
+    """The file that `read_blocks` reads: the same tensors as stored, three arrays for each at most."""
+    header: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, tensor in tensors.items():
+        size, out = tensor.shape.tolist()
+        eight = tensor.tensor_type == QuantType.Q8_0
+        header[f"{name}.codes"] = ("I8", (out, size)) if eight else ("U8", (out, size // 2))
+        header[f"{name}.scale"] = ("F16", (out, size // BLOCK))
+        if not eight:
+            header[f"{name}.minimum"] = ("F16", (out, size // BLOCK))
 
     def arrays() -> Iterator[np.ndarray]:
-        for name in expected:
-            heads = permuted.get(name.split(".")[-2]) if metadata.arch == "llama" else None
-            array = _dequantize(tensors[name], metadata.path)
-            yield _rotate_half_rows(array, heads) if heads else array
+        for name, tensor in tensors.items():
+            yield from split_blocks(in_order(name, tensor.data), tensor.tensor_type)
 
-    _write_safetensors(build / "model.safetensors", expected, arrays())
+    _write_safetensors(path, header, arrays())
+
+
+def split_blocks(rows: np.ndarray, kind: QuantType) -> list[np.ndarray]:
+    """Codes, scales and, of 4-bit kinds, minima of GGUF blocks. `rows`: [out, bytes of a row] uint8.
+
+    Codes stay as they are in a block, whose first two (Q4_1: four) bytes are its scale (and minimum).
+    """
+    blocks = rows.reshape(rows.shape[0], -1, BLOCK_BYTES[kind])  # [out, in / 32, bytes of a block]
+    head = 4 if kind == QuantType.Q4_1 else 2
+    halves = np.ascontiguousarray(blocks[..., :head]).view(np.float16)
+    codes = np.ascontiguousarray(blocks[..., head:]).reshape(rows.shape[0], -1)
+    if kind == QuantType.Q8_0:
+        return [codes.view(np.int8), halves[..., 0]]
+    # Q4_0 is scale x (code - 8), and eight times a float16 is exact
+    minimum = halves[..., 1] if kind == QuantType.Q4_1 else halves[..., 0] * np.float16(-8)
+    return [codes, halves[..., 0], minimum]
 
 
 def _hf_name(name: str) -> str:
@@ -242,96 +290,20 @@ def _rotate_half_rows(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _write_safetensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], arrays: Iterator[np.ndarray]
+    path: Path, entries: Mapping[str, tuple[str, tuple[int, ...]]], arrays: Iterator[np.ndarray]
 ) -> None:
-    """A float32 safetensors file: length of the header (u64), header (JSON), then the arrays in order."""
+    """A safetensors file: length of the header (u64), header (JSON), then the arrays in order.
+
+    `entries`: name -> (type in safetensors' words, shape).
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * int(np.prod(shape))
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    for name, (kind, shape) in entries.items():
+        start, end = end, end + np.dtype(STORED[kind]).itemsize * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays:
-            file.write(np.ascontiguousarray(array, dtype="<f4").data)
-
-
-def _pre_tokenizer(metadata: _Metadata) -> pre_tokenizers.PreTokenizer:
-    """How text is split before merging; GGUF names the scheme instead of spelling it out."""
-    words = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    digits = {"qwen2": "1", "llama-bpe": "3"}
-    scheme = metadata.get("tokenizer.ggml.pre")
-    if scheme in digits:
-        split = pre_tokenizers.Split(Regex(words.replace("DIGITS", digits[scheme])), behavior="isolated")
-        return pre_tokenizers.Sequence(
-            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's own pattern
-    if scheme == "gpt-2":
-        return byte_level
-    if scheme == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    raise metadata.refuse("tokenizer.ggml.pre", scheme, "use smollm, qwen2, llama-bpe or gpt-2")
-
-
-def _tokenizer(metadata: _Metadata) -> Tokenizer:
-    """Byte-level BPE from the tokens, merges and token types of the metadata."""
-    if metadata.get("tokenizer.ggml.model") != "gpt2":
-        model = metadata.get("tokenizer.ggml.model")
-        raise metadata.refuse("tokenizer.ggml.model", model, "only byte-level BPE (gpt2) is")
-    scheme = metadata.get("tokenizer.ggml.pre")
-    pre_tokenizer = _pre_tokenizer(metadata)
-    tokens = metadata.need("tokenizer.ggml.tokens", list)
-    types = metadata.need("tokenizer.ggml.token_type", list)
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.need("tokenizer.ggml.merges", list)]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) != len(tokens) or len(types) != len(tokens):
-        raise DSparkError(f"{metadata.path}: tokenizer.ggml.tokens repeats or does not match token_type")
-    try:
-        bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=scheme == "llama-bpe")
-    except Exception as error:  # the library raises bare Exception for merges outside the vocabulary
-        raise DSparkError(f"{metadata.path}: tokenizer.ggml.merges cannot be used ({error})") from None
-    tokenizer = Tokenizer(bpe)
-    if scheme == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = _post_processor(metadata, tokens)
-    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-        chosen = [token for token, type_ in zip(tokens, types, strict=True) if type_ == kind]
-        added = [AddedToken(token, special=special, normalized=False) for token in chosen]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
-    return tokenizer
-
-
-def _post_processor(metadata: _Metadata, tokens: list[str]) -> processors.PostProcessor:
-    """Puts the begin and end tokens around a text where the metadata ask for them."""
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.pre") == "llama-bpe")
-    wanted = {"bos": add_bos, "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
-    ids = {kind: metadata.need(f"tokenizer.ggml.{kind}_token_id", int) for kind, on in wanted.items() if on}
-    around = {kind: f"{tokens[token_id]}:0" for kind, token_id in ids.items()}
-    template = [around.get("bos", ""), "$A:0", around.get("eos", "")]
-    return processors.TemplateProcessing(
-        single=[piece for piece in template if piece],
-        special_tokens=[(tokens[token_id], token_id) for token_id in ids.values()],
-    )
-
-
-def _tokenizer_config(metadata: _Metadata) -> dict[str, Any]:
-    tokens = metadata.need("tokenizer.ggml.tokens", list)
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None and not 0 <= token_id < len(tokens):
-            raise DSparkError(f"{metadata.path}: {key}_token_id = {token_id} is outside the vocabulary")
-        config[f"{name}_token"] = None if token_id is None else tokens[token_id]
-    template = metadata.get("tokenizer.chat_template")
-    return config if template is None else {**config, "chat_template": template}
+        for (kind, _), array in zip(entries.values(), arrays, strict=True):
+            file.write(np.ascontiguousarray(array, dtype=STORED[kind]).data)

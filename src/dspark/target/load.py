@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from dspark.target.blocks import read_blocks
 from dspark.target.decoder import Decoder
 from dspark.target.hf import read_config, read_weights, weights_identity
 from dspark.target.tokenizer import Tokenizer
@@ -40,5 +41,5 @@ def load_target(
         DSparkError: unknown name, unsupported architecture, missing or wrong weights.
     """
     directory = resolve(model)
-    decoder = load_decoder(directory, dtype).prepare(device)
+    decoder = load_decoder(directory, dtype).prepare(device, read_blocks(directory))
     return LoadedTarget(str(model), directory, decoder, Tokenizer(directory))

@@ -19,7 +19,7 @@ from dspark.target.gguf import convert_gguf
 __all__ = ["KnownModel", "cache_directory", "known_models", "resolve"]
 
 # Part of the key of cached conversions: raise it when `convert_gguf` writes something else.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 
 
 @dataclass(frozen=True)
