@@ -17,7 +17,16 @@ from dspark.drafters.ngram import NgramDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.schedule.policies import Dependence, FixedLength, ScheduleState
-from dspark.testing import ScriptedDrafter, TableTarget, filter_row, run_engine
+from dspark.target.decoder import Decoder
+from dspark.testing import (
+    ScriptedDrafter,
+    TableTarget,
+    filter_row,
+    fresh_pass,
+    run_engine,
+    tiny_decoder,
+    tiny_drafter,
+)
 
 V, N = 3, 2500
 FIRST = 1  # the prompt's only token
@@ -227,3 +236,29 @@ def test_drafts_that_are_not_verified_leave_no_trace(name: str) -> None:
     outputs = run_engine(engine, [[FIRST]] * N, SamplingParams(max_tokens=5, seed=21))
     assert sum(o.metrics.scheduled for o in outputs) < sum(o.metrics.drafted for o in outputs)
     assert_distributed(histogram(outputs, slice(0, 4)), TableTarget(TABLE).joint_distribution(FIRST, 4))
+
+
+def decoder_joint(target: Decoder, prompt: list[int], n: int, params: SamplingParams) -> np.ndarray:
+    """Exact distribution of the next n tokens of a real decoder, [V] * n, from one pass over all prefixes."""
+    size = target.vocab_size
+    prefixes = [p for width in range(n) for p in np.ndindex((size,) * width)]
+    logits = fresh_pass(target, [[*prompt, *p] for p in prefixes]).last_logits
+    rows = {p: filter_row(row.softmax(-1).numpy(), params) for p, row in zip(prefixes, logits, strict=True)}
+    joint = np.ones((size,) * n)
+    for tokens in np.ndindex(joint.shape):
+        joint[tokens] = np.prod([rows[tokens[:i]][tokens[i]] for i in range(n)])
+    return joint
+
+
+@pytest.mark.parametrize(
+    ("method", "head", "draft_vocab"),
+    [("dspark", "vanilla", None), ("dspark", "gated", 2), ("dspark", "rnn", None), ("dflash", "vanilla", 2)],
+)
+def test_block_drafters_over_a_decoder(method: str, head: str, draft_vocab: int | None) -> None:
+    target = tiny_decoder(seed=9, vocab_size=V, layers=1, hidden=16, max_context=32)
+    drafter = tiny_drafter(target, method, head, 3, draft_vocab)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=1.6, top_p=0.97, max_tokens=5, seed=13)
+    config = EngineConfig(max_num_seqs=500, max_num_batched_tokens=2000)
+    outputs = run_engine(Engine(target, drafter, config=config), [[0, 1]] * 1500, params)
+    assert accepted(outputs) > 150
+    assert_distributed(histogram(outputs, slice(0, 4)), decoder_joint(target, [0, 1], 4, params))

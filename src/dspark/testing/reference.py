@@ -161,8 +161,8 @@ def _stops(
     if tokenizer is None:
         return False
     out.text = tokenizer.decode(out.token_ids)
-    # Stop strings count in the text behind the first min_tokens tokens, which is out by then.
-    start = len(tokenizer.decode(out.token_ids[: params.min_tokens]))
+    # A stop string counts once min_tokens tokens are out; text shown before that is no part of it.
+    start = len(tokenizer.decode(out.token_ids[: max(params.min_tokens - 1, 0)]))
     found = [(at + len(s), -len(s), s) for s in params.stop if (at := out.text.find(s, start)) >= 0]
     if not found:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from dspark.core import Draft, DSparkError, Request
@@ -188,9 +189,20 @@ class ScriptedDrafter:
 
 
 def _argmax(target: Target, batch: ProposeBatch, drafts: torch.Tensor) -> torch.Tensor:
-    """[R] the target's most likely token behind each request's tokens and drafts [R, k]."""
-    sequences = [[*r.token_ids, *d] for r, d in zip(batch.requests, drafts.tolist(), strict=True)]
-    return _shaped(fresh_pass(target, sequences).last_logits, batch, drafts, None).argmax(-1)
+    """[R] the target's most likely token behind each request's tokens and drafts [R, k].
+
+    0 where a request wants no more drafts: what lies there may be past its context.
+    """
+    best = torch.zeros(len(drafts), dtype=torch.int64)
+    active = np.flatnonzero(batch.lengths > drafts.shape[1])
+    sequences = [[*batch.requests[r].token_ids, *drafts[r].tolist()] for r in active]
+    logits = fresh_pass(target, sequences).last_logits
+    for row, r in zip(logits, active, strict=True):
+        shaper = batch.shapers[r]
+        if shaper is not None:
+            shaper.shape_draft(row, None, drafts[r].tolist())
+    best[torch.from_numpy(active)] = logits.argmax(-1)
+    return best
 
 
 def _shaped(
