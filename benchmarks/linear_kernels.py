@@ -18,10 +18,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.nn import ModuleList
 from torch.nn.functional import linear
 
 from dspark.kernels.linear import PackedLinear
-from dspark.kernels.lowbit import BLOCK, LowBitLinear, QuantizedWeight
+from dspark.kernels.lowbit import BLOCK, LowBitLinear, QuantizedWeight, gather_weights
 
 LAYERS = 30
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # q|k|v, o, gate|up, down: [out, in]
@@ -49,6 +50,7 @@ class Ways:
         self.num_weights = sum(w.shape[0] * w.shape[1] for w in weights)
         plain = [w.dequantize() for w in weights]
         low = [LowBitLinear(w) for w in weights]
+        gather_weights(ModuleList(low))
         self.products: dict[str, list[Product]] = {
             "F.linear": [lambda x, w=w: linear(x, w) for w in plain],  # type: ignore[misc]
             "packed": [PackedLinear(w) for w in plain],

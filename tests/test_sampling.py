@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from dspark.core import DSparkError, Request, SamplingParams
 from dspark.randomness import Purpose, uniform
 from dspark.sampling import (
-    LogitsShaper,
     SamplingRows,
     log_probabilities,
     probabilities,
     sample,
     top_logprobs,
 )
+from dspark.shaping import LogitsShaper
 
 NEVER = float("-inf")
 

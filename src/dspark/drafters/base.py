@@ -15,15 +15,17 @@ import torch
 
 from dspark.core import Draft, Request
 from dspark.kv import KVPool, LayerKV
-from dspark.sampling import LogitsShaper, SamplingRows
+from dspark.sampling import SamplingRows
+from dspark.shaping import LogitsShaper
 
 __all__ = ["Drafter", "ObserveBatch", "ProposeBatch"]
 
 
 @dataclass(frozen=True)
 class ProposeBatch:
-    """R requests about to draft. Each has `pending == 1`: its anchor is the last committed token, at
-    position `cached`, and the pool holds room for positions cached .. cached + max(lengths)."""
+    """The R requests of a step. One with a length above 0 has `pending == 1`: its anchor is the last committed
+    token, at position `cached`, and the pool holds room for positions cached .. cached + length. The others
+    (prefilling, or not to be drafted for) are there so that rows line up with the step's."""
 
     requests: Sequence[Request]
     lengths: np.ndarray  # [R] drafts wanted, from Policy.draft_lengths
@@ -50,10 +52,12 @@ class Drafter(Protocol):
     """Proposes blocks of draft tokens.
 
     `max_draft` is the longest block it was built for, `taps` the target layers it reads, `kv_specs` the layers
-    it adds to the pool. Randomness comes from `batch.rows` alone.
+    it adds to the pool. Randomness comes from `batch.rows` alone. `deterministic`: proposals are one-hot at any
+    temperature, so that looking at them reveals nothing random.
     """
 
     name: str
+    deterministic: bool
     max_draft: int
     taps: tuple[int, ...]
     kv_specs: tuple[LayerKV, ...]

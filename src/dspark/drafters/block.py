@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.base import ObserveBatch, ProposeBatch
 from dspark.kernels.attention import AttentionPlan, paged_attention, store_kv
 from dspark.kernels.linear import pack_linear, pack_linears
+from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears, supports
 from dspark.kv import KVPool
 from dspark.randomness import Purpose
 from dspark.sampling import probabilities, sample
@@ -25,12 +28,16 @@ class BlockDrafter:
     `observe` projects the target's features of committed rows into the draft layers' KV (eqs. 2-3), so the
     draft cache follows commits and, sharing the block table, rollbacks. `propose` runs one parallel pass over
     all blocks, then the sequential head slot by slot (eq. 4).
+
+    `int8` quantises the drafter's matrices where a kernel for that exists (float32 on a CPU). Output stays
+    exact: p_d is whatever the served drafter computes.
     """
 
-    def __init__(self, model: BlockDrafterModel) -> None:
+    def __init__(self, model: BlockDrafterModel, int8: bool = False) -> None:
         config = model.config
         self.model = model.requires_grad_(False).eval()
         self.name = config.method
+        self.deterministic = False
         self.max_draft = config.block_size
         self.taps = config.taps
         self.kv_specs = config.layer_config.kv_specs
@@ -38,7 +45,13 @@ class BlockDrafter:
         for layer in model.layers:
             assert isinstance(layer, DecoderLayer)
             weights.append(layer.qkv_proj.weight[layer.heads * layer.head_dim :])
-        self._context_kv = pack_linear(torch.cat(weights))  # all draft layers in one product
+        projection = torch.cat(weights)  # all draft layers in one product
+        self._context_kv: Callable[[Tensor], Tensor]
+        if int8 and can_quantise(projection):
+            self._context_kv = LowBitLinear(QuantizedWeight.from_float(projection))
+            lowbit_linears(model)
+        else:
+            self._context_kv = pack_linear(projection)
         pack_linears(model)
         identity = torch.equal(model.vocab, torch.arange(config.vocab_size, device=model.vocab.device))
         self.vocab = None if identity else model.vocab
@@ -131,6 +144,12 @@ class BlockDrafter:
         starts = np.zeros(len(batch.lengths), dtype=np.int64)
         starts[active] = query_start[:-1]
         return self.model.run_blocks(ids, at, attend_in), starts
+
+
+def can_quantise(weight: Tensor) -> bool:
+    """Whether the low-bit kernels take this weight."""
+    fits = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
+    return fits and supports()
 
 
 class _Slots:

@@ -49,6 +49,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    deterministic = True
     taps: tuple[int, ...] = ()
     kv_specs: tuple[LayerKV, ...] = ()
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from dspark.acceptance import tolerates_live
 from dspark.core import (
     Draft,
     DSparkError,
@@ -31,9 +33,10 @@ from dspark.engine.scheduler import Batch, Running, Scheduler
 from dspark.engine.termination import OutputStream, Tokenizer
 from dspark.kv import KVPool
 from dspark.randomness import fresh_seed
-from dspark.sampling import Constraint, LogitsShaper, SamplingRows
-from dspark.schedule.policies import FixedLength, Policy
+from dspark.sampling import SamplingRows
+from dspark.schedule.policies import Dependence, FixedLength, Policy
 from dspark.schedule.survival import survival
+from dspark.shaping import Constraint, LogitsShaper
 from dspark.target.base import Target
 
 __all__ = ["Engine", "StepTimings"]
@@ -140,6 +143,7 @@ class Engine:
         r.request.finish_reason = "abort"
         return self._finish(r)
 
+    @torch.inference_mode()
     def step(self) -> list[StepEvent]:
         """One round: admit, aim, propose, plan, verify, judge, commit."""
         started = time.perf_counter()
@@ -233,6 +237,18 @@ class Engine:
         del self._by_id[r.request.request_id]
         return _output(r)
 
+    def _check_sound(self, params: SamplingParams) -> None:
+        """Refuse a policy that would bias this request's output (DESIGN seam 3)."""
+        drafter = self.drafter
+        if drafter is None or not params.speculative or self.policy.dependence is not Dependence.LIVE:
+            return
+        if not tolerates_live(np.array([params.greedy]), drafter.deterministic)[0]:
+            raise DSparkError(
+                "this policy looks at the block whose verification it decides (LIVE): with sampled drafts at a "
+                "temperature above 0 that biases the output. Use temperature 0, a deterministic drafter, a CAUSAL or "
+                "LAGGED policy, or speculative=False"
+            )
+
     def _check(self, prompt: list[int], params: SamplingParams, request_id: str) -> int:
         """Refuse what cannot run; the most tokens the sequence may reach."""
         if request_id in self._by_id:
@@ -247,6 +263,7 @@ class Engine:
             raise DSparkError(
                 f"the prompt has {len(prompt)} tokens, the context holds {self.max_model_len}: shorten the prompt"
             )
+        self._check_sound(params)
         capacity = self.pool.num_blocks * self.pool.block_size
         edge = min(self.max_model_len, capacity)
         wanted = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens

@@ -10,8 +10,8 @@ import numpy as np
 from dspark.core import Request
 from dspark.engine.termination import OutputStream
 from dspark.kv import BlockTable, KVPool
-from dspark.sampling import LogitsShaper
 from dspark.schedule.policies import ScheduleState
+from dspark.shaping import LogitsShaper
 
 __all__ = ["Batch", "Running", "Scheduler"]
 

@@ -64,7 +64,9 @@ class OutputStream:
             # min_tokens masks these until enough tokens are out, so one that occurs ends the request.
             request.finish_reason = "stop"
             request.stop_reason = token if token in self.stop_ids and token not in self.eos else None
-            return ""
+            if self._detokenizer is None or not request.params.include_stop_str_in_output:
+                return ""
+            return self._detokenizer.push([token])
         piece = self._detokenizer.push([token]) if self._detokenizer is not None else ""
         if request.num_output >= request.params.min_tokens:
             piece, stop = self._stops.push(piece)

@@ -17,31 +17,34 @@ neither on the other rows, nor on how rows are grouped, nor on the number of thr
 import numpy as np
 from llvmlite import binding, ir
 from numba import carray, from_dtype, njit
-from numba.core import cgutils, types
+from numba.core import cgutils, config, types
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 from dspark.kernels.simd import LANES, fetch_add
 
-__all__ = ["BLOCK", "CALL", "CALL_TYPE", "RECORD_BYTES", "TILE", "has_half", "lowbit_worker"]
+__all__ = ["BLOCK", "CALL", "CALL_TYPE", "RECORD_BYTES", "TILE", "lowbit_worker", "runs_here"]
 
 BLOCK = 32  # inputs that share a scale
 TILE = 2 * LANES  # outputs
 HEAD_BYTES = {4: 4 * TILE, 8: 2 * TILE}  # scales and minima
 RECORD_BYTES = {4: HEAD_BYTES[4] + BLOCK * TILE // 2, 8: HEAD_BYTES[8] + BLOCK * TILE}
 
-_FEATURES = frozenset(get_host_cpu_features().split(","))
+_FEATURES = frozenset((config.CPU_FEATURES or get_host_cpu_features()).split(","))
 _WIDE = "+avx512f" in _FEATURES  # 32 registers of 16 floats, and table look-up of 16 floats
 VECTORS = 2 if _WIDE else 1  # of a tile, worked on together: with the rows they have to fit the registers
-MAX_ROWS = 8 if _WIDE else 4  # per pass over a tile
-UNPACK_ROWS = 16  # from here on a tile is dequantised once into memory instead of once for each group of rows
+RECORD_ROWS = 8 if _WIDE else 4  # worked on together by `multiply_records`
+FLOAT_ROWS = 12 if _WIDE else 4  # and by `multiply_floats`
+PIECE = 6  # blocks of a tile that fit the first-level cache in float32
+# From so many rows on a tile is dequantised once, into memory, instead of once for each group of rows.
+UNPACK_ROWS = 17 if _WIDE else 9
+FLOAT_ROWS_LEAST = 8 if _WIDE else 3  # the smallest of equal groups of UNPACK_ROWS or more rows
+AHEAD = 16  # records to ask for in advance
 
 # `next_tile` is the address of the counter that workers share.
-_FIELDS = "next_tile x rows out records tiles blocks tile_bytes bits out_step"
+_FIELDS = "next_tile x rows out records tiles blocks record_bytes bits out_step"
 CALL = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 CALL_TYPE = from_dtype(CALL)
-
-AHEAD = 16  # records to ask for in advance
 
 _ORDER = (0, 16, 1, 17, 2, 18, 3, 19)  # inputs of a group of eight, relative to its first
 
@@ -54,9 +57,10 @@ _I64 = ir.IntType(64)
 _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
 
 
-def has_half() -> bool:
-    """Whether this machine converts float16 in hardware: without, LLVM calls a library that is not linked."""
-    return "+f16c" in _FEATURES or binding.get_process_triple().startswith(("aarch64", "arm64"))
+def runs_here() -> bool:
+    """Whether this machine converts float16 and multiplies and adds in one: else LLVM calls missing libraries."""
+    arm = binding.get_process_triple().startswith(("aarch64", "arm64"))
+    return arm or {"+f16c", "+fma"} <= _FEATURES
 
 
 def _load(builder, kind, address, offset=0, align=4):
@@ -139,14 +143,18 @@ def _eight_inputs(builder, bits, vectors, first, record, head, block, group, emi
 
 
 class _Sums:
-    """rows x vectors running sums, kept in registers."""
+    """rows x vectors running sums, kept in registers; they start from 0 or from what `write` left."""
 
-    def __init__(self, builder, rows, vectors, x, x_step):
+    def __init__(self, builder, rows, vectors, x, x_step, out, out_step, resume=None):
         self.builder = builder
+        self.out = [builder.add(out, builder.mul(out_step, _I64(4 * r))) for r in range(rows)]
         self.sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(rows)]
-        for totals in self.sums:
-            for total in totals:
-                builder.store(_ZERO, total)
+        for row, totals in zip(self.out, self.sums, strict=True):
+            for v, total in enumerate(totals):
+                start = _ZERO
+                if resume is not None:
+                    start = builder.select(resume, _load(builder, _VECTOR, row, 64 * v), _ZERO)
+                builder.store(start, total)
         self.x = [builder.add(x, builder.mul(x_step, _I64(4 * r))) for r in range(rows)]
 
     def add(self, start, offset, weights):
@@ -158,19 +166,17 @@ class _Sums:
             for total, weight in zip(totals, weights, strict=True):
                 builder.store(_fma(builder, value, weight, builder.load(total)), total)
 
-    def write(self, out, out_step):
-        builder = self.builder
-        for r, totals in enumerate(self.sums):
-            row = builder.add(out, builder.mul(out_step, _I64(4 * r)))
+    def write(self):
+        for row, totals in zip(self.out, self.sums, strict=True):
             for v, total in enumerate(totals):
-                _store(builder, builder.load(total), row, 64 * v)
+                _store(self.builder, self.builder.load(total), row, 64 * v)
 
 
-def _by_rows(builder, rows, emit):
-    """Run emit(count) compiled for the count that `rows` turns out to be, 1 .. MAX_ROWS."""
+def _by_rows(builder, rows, least, most, emit):
+    """Run emit(count) compiled for the count that `rows` turns out to be, least .. most."""
     after = builder.append_basic_block("rows_done")
     switch = builder.switch(rows, after)
-    for count in range(1, MAX_ROWS + 1):
+    for count in range(least, most + 1):
         case = builder.append_basic_block(f"rows_{count}")
         switch.add_case(_I64(count), case)
         builder.position_at_end(case)
@@ -181,7 +187,7 @@ def _by_rows(builder, rows, emit):
 
 @intrinsic(prefer_literal=True)
 def multiply_records(typingctx, bits, rows, records, blocks, x, out, out_step):
-    """out[r] = sum_k x[r, k] w[k] for 1 .. MAX_ROWS rows and one tile; `bits` is a literal.
+    """out[r] = sum_k x[r, k] w[k] for 1 .. RECORD_ROWS rows and one tile; `bits` is a literal.
 
     x [rows, 32 blocks]; rows of out are `out_step` floats apart.
     """
@@ -192,11 +198,12 @@ def multiply_records(typingctx, bits, rows, records, blocks, x, out, out_step):
 
         def emit(count):
             for first in range(0, 2, VECTORS):
-                sums = _Sums(builder, count, VECTORS, x, builder.mul(blocks, _I64(BLOCK)))
+                here = builder.add(out, _I64(64 * first))
+                sums = _Sums(builder, count, VECTORS, x, builder.mul(blocks, _I64(BLOCK)), here, out_step)
                 _each_input(builder, width, VECTORS, first, records, blocks, sums.add)
-                sums.write(builder.add(out, _I64(64 * first)), out_step)
+                sums.write()
 
-        _by_rows(builder, rows, emit)
+        _by_rows(builder, rows, 1, RECORD_ROWS, emit)
         return context.get_dummy_value()
 
     return types.void(bits, *[types.int64] * 6), codegen
@@ -222,57 +229,78 @@ def unpack_records(typingctx, bits, records, blocks, w):
 
 
 @intrinsic
-def multiply_floats(typingctx, rows, w, blocks, x, out, out_step):
-    """`multiply_records` for weights from `unpack_records`, in the same order."""
+def multiply_floats(typingctx, rows, resume, w, blocks, x, x_step, out, out_step):
+    """`multiply_records` for FLOAT_ROWS_LEAST .. FLOAT_ROWS rows and weights from `unpack_records`.
+
+    Adds to what is in `out` if `resume` is not 0, in the same order. Rows of x are `x_step` floats apart.
+    """
 
     def one(builder, count, first, args):
-        _, w, blocks, x, out, out_step = args
-        sums = _Sums(builder, count, VECTORS, x, builder.mul(blocks, _I64(BLOCK)))
+        _, resume, w, blocks, x, x_step, out, out_step = args
+        here, more = builder.add(out, _I64(64 * first)), builder.icmp_signed("!=", resume, _I64(0))
+        sums = _Sums(builder, count, VECTORS, x, x_step, here, out_step, more)
         with cgutils.for_range(builder, blocks) as block, cgutils.for_range(builder, _I64(4)) as group:
             start = builder.add(builder.mul(block.index, _I64(BLOCK)), builder.mul(group.index, _I64(4)))
             near = builder.add(w, builder.mul(start, _I64(4 * TILE)))
             for offset in _ORDER:
                 at = 4 * TILE * offset + 64 * first
                 sums.add(start, offset, [_load(builder, _VECTOR, near, at + 64 * v) for v in range(VECTORS)])
-        sums.write(builder.add(out, _I64(64 * first)), out_step)
+        sums.write()
 
     def codegen(context, builder, signature, args):
-        _by_rows(
-            builder,
-            args[0],
-            lambda count: [one(builder, count, first, args) for first in range(0, 2, VECTORS)],
-        )
+        def emit(count):
+            for first in range(0, 2, VECTORS):
+                one(builder, count, first, args)
+
+        _by_rows(builder, args[0], FLOAT_ROWS_LEAST, FLOAT_ROWS, emit)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), codegen
+    return types.void(*[types.int64] * 8), codegen
 
 
 @njit(inline="always")
-def _tile(bits, call, tile, scratch):
-    """All rows of one tile."""
-    records = call.records + tile * call.tile_bytes
-    out = call.out + 4 * TILE * tile
-    row, groups = 0, -(-call.rows // MAX_ROWS)
-    if call.rows >= UNPACK_ROWS:
-        unpack_records(bits, records, call.blocks, scratch)
+def _few_rows(bits, call, tile):
+    """All rows of one tile, which is dequantised in registers once for each group of rows."""
+    records = call.records + tile * call.blocks * call.record_bytes
+    row, groups = 0, -(-call.rows // RECORD_ROWS)
     for group in range(groups):  # of sizes as equal as can be
         count = (call.rows - row) // (groups - group)
-        x, y = call.x + 4 * BLOCK * call.blocks * row, out + 4 * call.out_step * row
-        if call.rows >= UNPACK_ROWS:
-            multiply_floats(count, scratch, call.blocks, x, y, call.out_step)
-        else:
-            multiply_records(bits, count, records, call.blocks, x, y, call.out_step)
+        x = call.x + 4 * BLOCK * call.blocks * row
+        out = call.out + 4 * (call.out_step * row + TILE * tile)
+        multiply_records(bits, count, records, call.blocks, x, out, call.out_step)
         row += count
+
+
+@njit(inline="always")
+def _many_rows(bits, call, tile, w):
+    """All rows of one tile, dequantised piece by piece into `w`, which stays in the first-level cache."""
+    groups, x_step = -(-call.rows // FLOAT_ROWS), BLOCK * call.blocks
+    for block in range(0, call.blocks, PIECE):
+        blocks = min(PIECE, call.blocks - block)
+        records = call.records + (tile * call.blocks + block) * call.record_bytes
+        unpack_records(bits, records, blocks, w)
+        row = 0
+        for group in range(groups):
+            count = (call.rows - row) // (groups - group)
+            x = call.x + 4 * (x_step * row + BLOCK * block)
+            out = call.out + 4 * (call.out_step * row + TILE * tile)
+            multiply_floats(count, block, w, blocks, x, x_step, out, call.out_step)
+            row += count
 
 
 def lowbit_worker(pointer_to_call):
     """Draw tiles until there are none. Any number of workers may run it on the same call."""
     call = carray(pointer_to_call, 1)[0]
-    scratch = np.empty(BLOCK * TILE * call.blocks if call.rows >= UNPACK_ROWS else 0, np.float32)
+    many = call.rows >= UNPACK_ROWS
+    scratch = np.empty(BLOCK * TILE * PIECE if many else 0, np.float32)
     tile = fetch_add(call.next_tile, 1)
     while tile < call.tiles:
-        if call.bits == 4:
-            _tile(4, call, tile, scratch.ctypes.data)
+        if call.bits == 4 and many:
+            _many_rows(4, call, tile, scratch.ctypes.data)
+        elif call.bits == 4:
+            _few_rows(4, call, tile)
+        elif many:
+            _many_rows(8, call, tile, scratch.ctypes.data)
         else:
-            _tile(8, call, tile, scratch.ctypes.data)
+            _few_rows(8, call, tile)
         tile = fetch_add(call.next_tile, 1)

@@ -18,7 +18,7 @@ from dspark.core import DSparkError
 from dspark.kernels.lowbit import QuantizedWeight
 from dspark.target.config import DecoderConfig
 
-__all__ = ["BLOCKS_FILE", "QuantizedWeight", "check_blocks", "fuse_blocks", "read_blocks"]
+__all__ = ["BLOCKS_FILE", "QuantizedWeight", "check_blocks", "fuse_blocks", "hollow_weights", "read_blocks"]
 
 BLOCKS_FILE = "blocks.safetensors"  # <name>.codes, <name>.scale and, of 4-bit tensors, <name>.minimum
 
@@ -56,21 +56,49 @@ def fuse_blocks(
 
     Left out are layers with a part that was not quantised, or parts of different kinds.
     """
-    head = "model.embed_tokens" if config.tie_embeddings else "lm_head"
-    parts: dict[str, tuple[str, ...]] = {"lm_head": (head,)}
+    for layer, names in _covered(config, blocks).items():
+        parts = [blocks[name] for name in names]
+        yield layer, parts[0] if len(parts) == 1 else QuantizedWeight.cat(parts)
+
+
+def hollow_weights(
+    config: DecoderConfig, weights: Mapping[str, torch.Tensor], blocks: Mapping[str, QuantizedWeight]
+) -> dict[str, torch.Tensor]:
+    """`weights` without the values (on the meta device) of what a decoder will read from `blocks`.
+
+    So the float32 copies are never read from disk. Embedding and head are kept: drafters use their rows.
+
+    Raises:
+        DSparkError: `blocks` do not belong to `weights`.
+    """
+    hollow = dict(weights)
+    for layer, names in _covered(config, blocks).items():
+        for name in names:
+            check_blocks(name, blocks[name], weights[name])
+            if layer != "lm_head":
+                hollow[name] = torch.empty_like(weights[name], device="meta")
+    return hollow
+
+
+def _covered(config: DecoderConfig, blocks: Mapping[str, QuantizedWeight]) -> dict[str, list[str]]:
+    """Linear layers of a decoder that blocks can make up, and the tensors they consist of."""
+    parts = {"lm_head": ["model.embed_tokens" if config.tie_embeddings else "lm_head"]}
     for i in range(config.num_layers):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        parts[f"layers.{i}.qkv_proj"] = tuple(f"{attention}.{n}_proj" for n in "qkv")
-        parts[f"layers.{i}.o_proj"] = (f"{attention}.o_proj",)
-        parts[f"layers.{i}.gate_up_proj"] = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
-        parts[f"layers.{i}.down_proj"] = (f"{mlp}.down_proj",)
-    for layer, names in parts.items():
-        found = [blocks[f"{name}.weight"] for name in names if f"{name}.weight" in blocks]
-        if len(found) == len(names) and len({weight.bits for weight in found}) == 1:
-            yield layer, found[0] if len(found) == 1 else QuantizedWeight.cat(found)
+        parts[f"layers.{i}.qkv_proj"] = [f"{attention}.{n}_proj" for n in "qkv"]
+        parts[f"layers.{i}.o_proj"] = [f"{attention}.o_proj"]
+        parts[f"layers.{i}.gate_up_proj"] = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        parts[f"layers.{i}.down_proj"] = [f"{mlp}.down_proj"]
+    covered = {}
+    for layer, modules in parts.items():
+        names = [f"{module}.weight" for module in modules]
+        kinds = {blocks[name].bits if name in blocks else None for name in names}
+        if len(kinds) == 1 and None not in kinds:
+            covered[layer] = names
+    return covered
 
 
-def check_blocks(layer: str, blocks: QuantizedWeight, weight: torch.Tensor) -> None:
+def check_blocks(name: str, blocks: QuantizedWeight, weight: torch.Tensor) -> None:
     """Raise DSparkError unless `blocks` belong to `weight` [out, in]: equal shapes and middle rows."""
     row = len(weight) // 2
     minimum = None if blocks.minimum is None else blocks.minimum[row : row + 1]
@@ -80,4 +108,4 @@ def check_blocks(layer: str, blocks: QuantizedWeight, weight: torch.Tensor) -> N
         )
         if torch.equal(middle.dequantize()[0], weight[row]):
             return
-    raise DSparkError(f"{BLOCKS_FILE} does not match model.safetensors in {layer}: delete it")
+    raise DSparkError(f"{BLOCKS_FILE} does not match model.safetensors in {name}: delete it")

@@ -8,6 +8,7 @@ sequences without a cache (training features, reference).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from dspark.core import DSparkError
 from dspark.kernels.attention import AttentionPlan, paged_attention, store_kv
 from dspark.kernels.linear import pack_linears
-from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, supports
+from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, gather_weights, supports
 from dspark.kv import KVPool
 from dspark.target.base import ForwardBatch, TargetOutput
 from dspark.target.blocks import check_blocks, fuse_blocks
@@ -39,8 +40,10 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, theta: float, max_context: int) -> None:
         super().__init__()
-        inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        angles = torch.arange(max_context, dtype=torch.float64)[:, None] * inverse
+        # Real tables also under `torch.device("meta")`, where computing would import a second's worth of PyTorch.
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+        inverse = theta ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
+        angles = torch.arange(max_context, **exact)[:, None] * inverse
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", angles.cos().float(), persistent=False)  # [max_context, head_dim / 2]
@@ -105,7 +108,9 @@ class Decoder(nn.Module):
         self.max_context = config.max_context
         self.eos_token_ids = config.eos_token_ids
         self.kv_specs = config.kv_specs
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Not initialised, for the same reason as in `Rotary`.
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -124,7 +129,6 @@ class Decoder(nn.Module):
         model.load_state_dict(fuse_weights(config, weights), strict=True, assign=True)
         if config.tie_embeddings:
             model.lm_head.weight = model.embed.weight
-        model.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
         model._output_weight = model.lm_head.weight.detach()  # packing hides it; drafters share its rows
         return model.requires_grad_(False).eval()
 
@@ -135,13 +139,16 @@ class Decoder(nn.Module):
 
         `blocks` (`read_blocks`) hold the same weights in fewer bits. float32 on a CPU reads those instead.
         """
-        self.to(device)
-        if blocks and self.dtype == torch.float32 and self.device.type == "cpu" and supports():
+        on_cpu = torch.device(device).type == "cpu"
+        if blocks and self.dtype == torch.float32 and on_cpu and supports():
             for name, weight in fuse_blocks(self.config, blocks):
                 layer = self.get_submodule(name)
                 assert isinstance(layer, nn.Linear)
-                check_blocks(name, weight, layer.weight)
+                if not layer.weight.is_meta:  # `hollow_weights` checked those
+                    check_blocks(name, weight, layer.weight)
                 self.set_submodule(name, LowBitLinear(weight, layer.bias))
+            gather_weights(self)
+        self.to(device)
         pack_linears(self)
         return self
 
@@ -246,7 +253,10 @@ def fuse_layer(
     """One layer's tensors, renamed from prefix `source` to prefix `to`."""
 
     def joined(block: str, names: tuple[str, ...], kind: str) -> Tensor:
-        return torch.cat([weights[f"{source}{block}.{n}_proj.{kind}"] for n in names])
+        parts = [weights[f"{source}{block}.{n}_proj.{kind}"] for n in names]
+        if parts[0].is_meta:  # `hollow_weights`; see `Rotary` about computing there
+            return torch.empty(sum(map(len, parts)), *parts[0].shape[1:], device="meta")
+        return torch.cat(parts)
 
     fused = {
         f"{to}input_norm.weight": weights[f"{source}input_layernorm.weight"],

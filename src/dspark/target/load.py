@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from dspark.target.blocks import read_blocks
+from dspark.kernels.lowbit import supports
+from dspark.target.blocks import hollow_weights, read_blocks
 from dspark.target.decoder import Decoder
 from dspark.target.hf import read_config, read_weights, weights_identity
 from dspark.target.tokenizer import Tokenizer
@@ -41,5 +42,19 @@ def load_target(
         DSparkError: unknown name, unsupported architecture, missing or wrong weights.
     """
     directory = resolve(model)
-    decoder = load_decoder(directory, dtype).prepare(device, read_blocks(directory))
+    decoder = _decoder_on_blocks(directory, dtype, device)
+    if decoder is None:
+        decoder = load_decoder(directory, dtype).prepare(device)
     return LoadedTarget(str(model), directory, decoder, Tokenizer(directory))
+
+
+def _decoder_on_blocks(directory: Path, dtype: torch.dtype, device: torch.device | str) -> Decoder | None:
+    """A prepared decoder that reads quantised blocks; None where there are none or the machine cannot."""
+    if dtype != torch.float32 or torch.device(device).type != "cpu" or not supports():
+        return None
+    blocks = read_blocks(directory)
+    if not blocks:
+        return None
+    config = read_config(directory)
+    weights = hollow_weights(config, read_weights(directory), blocks)
+    return Decoder.from_weights(config, weights, weights_identity(directory)).prepare(device, blocks)

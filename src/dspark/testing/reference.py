@@ -59,7 +59,8 @@ def fresh_pass(target: Target, sequences: Sequence[Sequence[int]], taps: tuple[i
         slots=torch.from_numpy(slots).to(target.device),
     )
     out = target.forward(batch, pool, taps)
-    return FreshPass(out.logits, out.taps, pool, tables, start)
+    # A copy: what was computed in inference mode cannot be changed outside of it.
+    return FreshPass(out.logits.clone(), out.taps, pool, tables, start)
 
 
 @dataclass

@@ -42,10 +42,12 @@ class ScriptedDrafter:
         vocab: Sequence[int] | None = None,
         confidence: float | Sequence[float] | None = None,
         name: str = "scripted",
+        deterministic: bool = True,
     ) -> None:
         if (sampled is None) == (tokens is None):
             raise DSparkError("a script either samples or names tokens: give exactly one of the two")
         self.name = name
+        self.deterministic = deterministic and tokens is not None
         self.max_draft = max_draft
         self.vocab = None if vocab is None else torch.tensor(vocab, dtype=torch.int64)
         self.proposed = 0
@@ -120,7 +122,7 @@ class ScriptedDrafter:
             u = batch.rows.uniform(torch.tensor([drafts.shape[1]]), Purpose.DRAFT)[:, 0]
             return (_argmax(target, batch, drafts) + (u < error_rate)) % target.vocab_size
 
-        return cls(None, script, max_draft, name="unreliable")
+        return cls(None, script, max_draft, name="unreliable", deterministic=False)
 
     def attach(self, pool: KVPool, first_layer: int) -> None:
         """No KV layers: nothing to remember."""
@@ -195,9 +197,9 @@ def _argmax(target: Target, batch: ProposeBatch, drafts: torch.Tensor) -> torch.
     """
     best = torch.zeros(len(drafts), dtype=torch.int64)
     active = np.flatnonzero(batch.lengths > drafts.shape[1])
-    sequences = [[*batch.requests[r].token_ids, *drafts[r].tolist()] for r in active]
+    sequences = [[*batch.requests[r].token_ids, *drafts[r].tolist()] for r in active.tolist()]
     logits = fresh_pass(target, sequences).last_logits
-    for row, r in zip(logits, active, strict=True):
+    for row, r in zip(logits, active.tolist(), strict=True):
         shaper = batch.shapers[r]
         if shaper is not None:
             shaper.shape_draft(row, None, drafts[r].tolist())
