@@ -10,9 +10,15 @@ from torch import nn
 
 from dspark.core import DSparkError
 from dspark.kernels import lowbit
-from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linear_reference, lowbit_linears
+from dspark.kernels.lowbit import (
+    LowBitLinear,
+    QuantizedWeight,
+    gather_weights,
+    lowbit_linear_reference,
+    lowbit_linears,
+)
 
-compiled = pytest.mark.skipif(not lowbit.supports(), reason="no float16 conversion in hardware")
+compiled = pytest.mark.skipif(not lowbit.supports(), reason="the machine lacks what the kernel needs")
 
 
 @pytest.fixture(autouse=True)
@@ -163,3 +169,17 @@ def test_lowbit_linears_swaps_layers_that_have_blocks() -> None:
     assert type(model[3]) is nn.Linear  # 40 inputs
     torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
     assert isinstance(lowbit_linears(nn.Linear(32, 4)), LowBitLinear)
+
+
+@torch.inference_mode()
+def test_gathered_weights_multiply_as_before() -> None:
+    layers = nn.ModuleList(LowBitLinear(random_weight(40, 64, bits, seed=bits)) for bits in (4, 8, 4))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(8))
+    expected = [layer(x) for layer in layers]
+    gather_weights(layers)
+    assert all(torch.equal(layer(x), before) for layer, before in zip(layers, expected, strict=True))
+    if lowbit.supports():
+        starts = [layer.packed.data_ptr() for layer in layers]
+        sizes = [layer.packed.numel() for layer in layers]
+        assert starts[0] % 64 == 0
+        assert starts[1:] == [start + size for start, size in zip(starts[:2], sizes[:2], strict=True)]

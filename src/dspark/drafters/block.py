@@ -86,18 +86,13 @@ class BlockDrafter:
     @torch.inference_mode()
     def propose(self, batch: ProposeBatch) -> Draft:
         """Draft `lengths[r]` tokens for each request; see `Drafter.propose`."""
-        lengths = batch.lengths
-        active = np.flatnonzero(lengths)
-        width = int(lengths.max(initial=0))
-        draft = _Slots(len(lengths), width, batch, self.model, self.vocab)
+        active = np.flatnonzero(batch.lengths)
         if not len(active):
-            return draft.finish(lengths)
-        hidden, starts = self._backbone(batch, active)
-        logits = self.model.lm_head(hidden)
-        for k in range(width):
-            rows = np.flatnonzero(lengths > k)
-            draft.fill(k, rows, hidden, logits, torch.from_numpy(starts[rows] + k))
-        return draft.finish(lengths)
+            return Draft.empty(len(batch.lengths), self.model.vocab.device)
+        hidden = self._backbone(batch, active)
+        block = _Block(self.model, self.vocab, batch, active)
+        block.fill(hidden, self.model.lm_head(hidden))
+        return block.finish(batch.lengths)
 
     def forget(self, request: Request) -> None:
         """Nothing is kept outside the pool."""
@@ -106,8 +101,8 @@ class BlockDrafter:
         at = self._first_layer + layer
         return self.pool.k[at], self.pool.v[at]
 
-    def _backbone(self, batch: ProposeBatch, active: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """One pass over the blocks of the active requests: h [sum(lengths), H], first row of each request [R]."""
+    def _backbone(self, batch: ProposeBatch, active: np.ndarray) -> Tensor:
+        """One pass over the blocks of the active requests, side by side: h [sum(lengths), H]."""
         lengths, device = batch.lengths[active], self.model.vocab.device
         query_start = np.concatenate(([0], np.cumsum(lengths)))
         context = np.array([batch.requests[r].cached for r in active], dtype=np.int64)
@@ -141,9 +136,7 @@ class BlockDrafter:
             return attend
 
         ids, at = torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
-        starts = np.zeros(len(batch.lengths), dtype=np.int64)
-        starts[active] = query_start[:-1]
-        return self.model.run_blocks(ids, at, attend_in), starts
+        return self.model.run_blocks(ids, at, attend_in)
 
 
 def can_quantise(weight: Tensor) -> bool:
@@ -152,54 +145,82 @@ def can_quantise(weight: Tensor) -> bool:
     return fits and supports()
 
 
-class _Slots:
-    """The block under construction: the head's state, the tokens so far, and what they were sampled from."""
+class _Block:
+    """The sequential stage over A active requests: the tokens so far, and what they were sampled from."""
 
     def __init__(
-        self, count: int, width: int, batch: ProposeBatch, model: BlockDrafterModel, vocab: Tensor | None
+        self, model: BlockDrafterModel, vocab: Tensor | None, batch: ProposeBatch, active: np.ndarray
     ) -> None:
-        device = model.vocab.device
-        self.batch, self.model, self.vocab = batch, model, vocab
-        self.tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
-        self.confidence = torch.zeros(count, width, device=device) if model.confidence is not None else None
-        self.probs: Tensor | None = None
-        self.uniforms: Tensor | None = None
-        if not batch.rows.all_greedy:
-            self.probs = torch.zeros(count, width, model.config.output_vocab_size, device=device)
-            self.uniforms = batch.rows.uniform(torch.arange(width, device=device), Purpose.DRAFT)
-        self.previous = torch.tensor([r.token_ids[-1] for r in batch.requests], device=device)
-        rank = model.head.rank if model.head is not None else 0
-        self.state = torch.zeros(count, rank, dtype=model.norm.weight.dtype, device=device)
+        self.model, self.vocab, self.active = model, vocab, active
+        self.count = len(batch.lengths)
+        self.lengths = batch.lengths[active]
+        self.rows = batch.rows if len(active) == self.count else batch.rows.select(active)
+        self.shapers = [batch.shapers[r] for r in active]
+        self.anchors = torch.tensor(
+            [batch.requests[r].token_ids[-1] for r in active], device=model.vocab.device
+        )
+        self.tokens: list[Tensor] = []  # per slot [A]
+        self.probs: list[Tensor] = []  # per slot [A, Vd]
+        self.confidence: Tensor | None = None  # [A, width]
 
-    def fill(self, k: int, rows: np.ndarray, hidden: Tensor, logits: Tensor, at: Tensor) -> None:
-        """Slot k of the requests `rows`, whose backbone rows are `at`."""
-        index = torch.from_numpy(rows)
-        h, scores, embedded = hidden[at], logits[at], None
-        if self.model.head is not None:
-            head = self.model.head
-            embedded = head.w1(self.previous[index])
-            features, self.state[index] = head.step(embedded, h, self.state[index])
-            scores = scores + head.w2(features)
-        if self.confidence is not None and self.model.confidence is not None:
-            self.confidence[index, k] = self.model.confidence(h, embedded).to(self.confidence.dtype)
-        for i, r in enumerate(rows):
-            shaper = self.batch.shapers[r]
-            if shaper is not None:
-                shaper.shape_draft(scores[i], self.vocab, self.tokens[r, :k].tolist())
-        chosen = self._choose(k, rows, index, scores)
-        if self.vocab is not None:
-            chosen = self.vocab[chosen]
-        self.tokens[index, k] = chosen
-        self.previous[index] = chosen
-
-    def _choose(self, k: int, rows: np.ndarray, index: Tensor, scores: Tensor) -> Tensor:
-        if self.probs is None or self.uniforms is None:
-            return scores.argmax(-1)
-        whole = len(rows) == len(self.tokens)
-        p = probabilities(scores, self.batch.rows if whole else self.batch.rows.select(rows))
-        self.probs[index, k] = p.to(self.probs.dtype)
-        # Sample from what is stored: the ratio rule divides by that very array.
-        return sample(self.probs[index, k], self.uniforms[index, k])
+    def fill(self, hidden: Tensor, logits: Tensor) -> None:
+        """All slots, left to right, from the backbone's ragged rows [sum(lengths), H] and [sum(lengths), Vd]."""
+        hidden, logits = self._padded(hidden), self._padded(logits)
+        head, width = self.model.head, hidden.shape[1]
+        uniforms = None
+        if not self.rows.all_greedy:
+            uniforms = self.rows.uniform(torch.arange(width, device=hidden.device), Purpose.DRAFT)
+        previous, embeddings = self.anchors, []
+        state = head.initial_state(hidden[:, 0]) if head is not None else None
+        for k in range(width):
+            scores = logits[:, k]
+            if head is not None and state is not None:
+                embeddings.append(head.w1(previous))
+                features, state = head.step(embeddings[-1], hidden[:, k], state)
+                scores = scores + head.w2(features)
+            previous = self._choose(self._shaped(scores), None if uniforms is None else uniforms[:, k])
+            self.tokens.append(previous)
+        if self.model.confidence is not None:
+            self.confidence = self.model.confidence(hidden, torch.stack(embeddings, 1))
 
     def finish(self, lengths: np.ndarray) -> Draft:
-        return Draft(self.tokens, lengths, self.probs, self.vocab, self.confidence)
+        probs = torch.stack(self.probs, 1) if self.probs else None
+        tokens, confidence = torch.stack(self.tokens, 1), self.confidence
+        if len(self.active) < self.count:
+            tokens = self._spread(tokens)
+            probs = None if probs is None else self._spread(probs)
+            confidence = None if confidence is None else self._spread(confidence)
+        return Draft(tokens, lengths.copy(), probs, self.vocab, confidence)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Ragged rows [sum(lengths), d] -> [A, width, d]; slots past a length repeat its last row."""
+        width = int(self.lengths.max())
+        if (self.lengths == width).all():
+            return rows.unflatten(0, (-1, width))
+        starts = np.cumsum(self.lengths) - self.lengths
+        index = starts[:, None] + np.minimum(np.arange(width), self.lengths[:, None] - 1)
+        return rows[torch.from_numpy(index).to(rows.device)]
+
+    def _shaped(self, scores: Tensor) -> Tensor:
+        """Penalties, bias and masks of the requests that have any, [A, Vd]."""
+        if any(s is not None for s in self.shapers):
+            scores = scores.clone()
+            for i, shaper in enumerate(self.shapers):
+                if shaper is not None:
+                    shaper.shape_draft(scores[i], self.vocab, [int(t[i]) for t in self.tokens])
+        return scores
+
+    def _choose(self, scores: Tensor, u: Tensor | None) -> Tensor:
+        """Target ids [A]: argmax, or a sample from the array that the ratio rule will divide by."""
+        if u is None:
+            chosen = scores.argmax(-1)
+        else:
+            self.probs.append(probabilities(scores, self.rows))
+            chosen = sample(self.probs[-1], u)
+        return chosen if self.vocab is None else self.vocab[chosen]
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """[A, ...] -> [R, ...], zeros for requests that draft nothing."""
+        out = values.new_zeros(self.count, *values.shape[1:])
+        out[torch.from_numpy(self.active).to(values.device)] = values
+        return out

@@ -271,21 +271,26 @@ def _few_rows(bits, call, tile):
         row += count
 
 
+@njit
+def _multiply_piece(call, tile, block, blocks, w):
+    """All rows times `blocks` blocks of a tile from `block` on, dequantised in `w`."""
+    row, groups, x_step = 0, -(-call.rows // FLOAT_ROWS), BLOCK * call.blocks
+    for group in range(groups):
+        count = (call.rows - row) // (groups - group)
+        x = call.x + 4 * (x_step * row + BLOCK * block)
+        out = call.out + 4 * (call.out_step * row + TILE * tile)
+        multiply_floats(count, block, w, blocks, x, x_step, out, call.out_step)
+        row += count
+
+
 @njit(inline="always")
 def _many_rows(bits, call, tile, w):
     """All rows of one tile, dequantised piece by piece into `w`, which stays in the first-level cache."""
-    groups, x_step = -(-call.rows // FLOAT_ROWS), BLOCK * call.blocks
     for block in range(0, call.blocks, PIECE):
         blocks = min(PIECE, call.blocks - block)
         records = call.records + (tile * call.blocks + block) * call.record_bytes
         unpack_records(bits, records, blocks, w)
-        row = 0
-        for group in range(groups):
-            count = (call.rows - row) // (groups - group)
-            x = call.x + 4 * (x_step * row + BLOCK * block)
-            out = call.out + 4 * (call.out_step * row + TILE * tile)
-            multiply_floats(count, block, w, blocks, x, x_step, out, call.out_step)
-            row += count
+        _multiply_piece(call, tile, block, blocks, w)
 
 
 def lowbit_worker(pointer_to_call):

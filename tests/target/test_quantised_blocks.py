@@ -15,7 +15,7 @@ from dspark.kernels import lowbit
 from dspark.kernels.linear import PackedLinear
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.target import decoder as decoder_module
-from dspark.target.blocks import BLOCKS_FILE, QuantizedWeight, read_blocks
+from dspark.target.blocks import BLOCKS_FILE, QuantizedWeight, hollow_weights, read_blocks
 from dspark.target.decoder import Decoder
 from dspark.target.hf import read_config, read_weights
 from dspark.target.load import load_decoder, load_target
@@ -62,19 +62,25 @@ def test_a_decoder_runs_on_its_blocks(tmp_path: Path, arch: str, tied: bool) -> 
     )
     ids = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(0))
     plain = load_decoder(directory)
-    fast = load_decoder(directory).prepare(blocks=read_blocks(directory))
-    count = sum(isinstance(module, LowBitLinear) for module in fast.modules())
-    assert count == (4 * LAYERS + 1 if lowbit.supports() else 0)
-    torch.testing.assert_close(logits(fast, ids), logits(plain, ids), rtol=1e-4, atol=1e-3)
-    assert torch.equal(fast.output_weight, plain.output_weight)
-    assert torch.equal(fast.embed.weight, plain.embed.weight)
+    prepared = load_decoder(directory).prepare(blocks=read_blocks(directory))
+    loaded = load_target(directory).decoder  # never reads the float32 copies of the layers
+    for fast in (prepared, loaded):
+        count = sum(isinstance(module, LowBitLinear) for module in fast.modules())
+        assert count == (4 * LAYERS + 1 if lowbit.supports() else 0)
+        torch.testing.assert_close(logits(fast, ids), logits(plain, ids), rtol=1e-4, atol=1e-3)
+        assert torch.equal(fast.output_weight, plain.output_weight)
+        assert torch.equal(fast.embed.weight, plain.embed.weight)
+        assert fast.identity == plain.identity
+    assert torch.equal(logits(prepared, ids), logits(loaded, ids))
 
 
 def test_layers_with_parts_of_different_kinds_stay_in_float32(tmp_path: Path) -> None:
     mixed = kinds() | {"blk.0.attn_v.weight": QuantType.Q8_0}
     del mixed["blk.1.ffn_up.weight"]
     directory, _ = converted(tmp_path, kinds=mixed)
-    model = load_decoder(directory).prepare(blocks=read_blocks(directory))
+    model = load_target(directory).decoder
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(logits(model, ids), logits(load_decoder(directory), ids), rtol=1e-4, atol=1e-3)
     assert isinstance(model.layers[0].qkv_proj, PackedLinear)
     assert isinstance(model.layers[1].gate_up_proj, PackedLinear)
     assert isinstance(model.layers[0].gate_up_proj, LowBitLinear if lowbit.supports() else PackedLinear)
@@ -99,6 +105,8 @@ def test_blocks_of_another_model_are_refused(tmp_path: Path) -> None:
     if lowbit.supports():
         with pytest.raises(DSparkError, match=r"does not match model\.safetensors in layers\.1\.down_proj"):
             Decoder.from_weights(config, weights).prepare(blocks=blocks)
+    with pytest.raises(DSparkError, match=rf"does not match model\.safetensors in {name}"):
+        hollow_weights(config, weights, blocks)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
