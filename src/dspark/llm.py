@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
 from dspark.drafters.registry import build_drafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
+from dspark.kernels.compilation import compile_kernels
 from dspark.target.load import load_target
 
 __all__ = ["LLM", "Prompt"]
@@ -19,6 +21,7 @@ __all__ = ["LLM", "Prompt"]
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages | Mapping[str, Sequence[int]]
 
+_log = logging.getLogger("dspark")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -33,6 +36,7 @@ class LLM:
         speculative_config: vLLM's keys: method (none, ngram, dspark, dflash), model, num_speculative_tokens,
             prompt_lookup_max, prompt_lookup_min. None decodes plainly.
         dtype: float32, bfloat16 or float64; weights and KV.
+        report: gets a line before work that takes seconds (the first time: conversion, compiling kernels).
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size, kv_cache_tokens: see `EngineConfig`.
 
     Raises:
@@ -51,6 +55,7 @@ class LLM:
         max_model_len: int | None = None,
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
+        report: Callable[[str], None] = _log.info,
     ) -> None:
         if dtype not in _DTYPES:
             raise DSparkError(f"dtype {dtype!r} is not supported; choose from {', '.join(_DTYPES)}")
@@ -62,7 +67,9 @@ class LLM:
             block_size=block_size,
             kv_cache_tokens=kv_cache_tokens,
         )
-        loaded = load_target(model, _DTYPES[dtype], device)
+        if device == "cpu" and dtype == "float32":
+            compile_kernels(report)
+        loaded = load_target(model, _DTYPES[dtype], device, report)
         self.model, self.tokenizer = str(model), loaded.tokenizer
         drafter, policy = build_drafter(speculative_config, loaded.decoder)
         self.engine = Engine(loaded.decoder, drafter, policy, loaded.tokenizer, config)

@@ -17,9 +17,9 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look around; nothing is loaded, converted or downloaded."""
+    from dspark.cache import cache_directory
     from dspark.cli.machine import machine, versions
     from dspark.cli.terminal import write_json
-    from dspark.target.zoo import cache_directory
 
     facts = {
         "versions": versions(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +116,14 @@ def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -
     from dspark.llm import LLM
 
     _check_device(args.device)
-    return LLM(args.model, speculative_config=config, device=args.device, dtype=args.dtype, **options)
+    return LLM(
+        args.model,
+        speculative_config=config,
+        device=args.device,
+        dtype=args.dtype,
+        report=lambda message: print(message, file=sys.stderr, flush=True),
+        **options,
+    )
 
 
 def _check_device(name: str) -> None:

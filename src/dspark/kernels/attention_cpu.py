@@ -30,7 +30,7 @@ from dspark.kernels.attention_numba import (
 from dspark.kernels.parallel import WORKER, parallel
 from dspark.kernels.simd import LANES
 
-__all__ = ["Work", "attend", "store", "supports"]
+__all__ = ["Work", "attend", "compile_workers", "store", "supports"]
 
 ENOUGH_TILES = 16  # with fewer, chunks of one tile are spread over the workers
 PARALLEL_WORK = 6000  # query rows x heads x positions below which waking workers costs more than it saves
@@ -133,6 +133,11 @@ class _Compiled:
         addresses = [int(worker.address or 0) for worker in both]
         attend, store = (WORKER(address) for address in addresses)
         return _Compiled(attend, store, addresses[0], both)
+
+
+def compile_workers() -> None:
+    """Compile now rather than at the first call."""
+    _Compiled.load()
 
 
 def attend(

@@ -38,6 +38,7 @@ __all__ = [
     "BLOCK",
     "LowBitLinear",
     "QuantizedWeight",
+    "compile_worker",
     "lowbit_linear_reference",
     "lowbit_linears",
     "supports",
@@ -190,6 +191,11 @@ class _Call(ctypes.Structure):
         tiles, blocks, record_bytes = packed.shape
         fields = {"records": packed.data_ptr(), "tiles": tiles, "blocks": blocks, "bits": bits}
         return bytes(_Call(record_bytes=record_bytes, out_step=tiles * TILE, **fields))
+
+
+def compile_worker() -> None:
+    """Compile now rather than at the first call."""
+    _Compiled.load()
 
 
 class LowBitLinear(nn.Module):

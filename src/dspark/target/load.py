@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +35,17 @@ def load_decoder(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder
 
 
 def load_target(
-    model: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    model: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    report: Callable[[str], None] = lambda message: None,
 ) -> LoadedTarget:
     """Resolve, load and prepare `model`: a known name, an HF directory or a .gguf file.
 
     Raises:
         DSparkError: unknown name, unsupported architecture, missing or wrong weights.
     """
-    directory = resolve(model)
+    directory = resolve(model, report)
     decoder = _decoder_on_blocks(directory, dtype, device)
     if decoder is None:
         decoder = load_decoder(directory, dtype).prepare(device)

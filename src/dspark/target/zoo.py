@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dspark.cache import cache_directory
 from dspark.core import DSparkError
 from dspark.target.gguf import convert_gguf
 
-__all__ = ["KnownModel", "cache_directory", "known_models", "resolve"]
+__all__ = ["KnownModel", "known_models", "resolve"]
 
 # Part of the key of cached conversions: raise it when `convert_gguf` writes something else.
 CONVERSION_VERSION = 2
@@ -65,17 +66,12 @@ def known_models() -> dict[str, KnownModel]:
     return {model.name: model for model in models}
 
 
-def cache_directory() -> Path:
-    """Where converted models are kept: $DSPARK_CACHE, else ~/.cache/dspark."""
-    chosen = os.environ.get("DSPARK_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "dspark"
-
-
-def resolve(model: str | Path) -> Path:
+def resolve(model: str | Path, report: Callable[[str], None] = lambda message: None) -> Path:
     """The Hugging Face directory of `model`. A GGUF file is converted on first use and cached.
 
     Args:
         model: a known name, a path to a Hugging Face directory, or a path to a .gguf file.
+        report: gets a line before a conversion, which takes seconds.
 
     Raises:
         DSparkError: no such model, its package is not installed, or the file is not supported.
@@ -85,26 +81,36 @@ def resolve(model: str | Path) -> Path:
         path = known[model].path
         if path is None:
             raise DSparkError(f"the model {model} is not installed; run: {known[model].install_command}")
-        return _converted(path)
+        return _converted(path, report)
     path = Path(model).expanduser()
     if str(model) and path.is_dir():
         if not (path / "config.json").exists():
             raise DSparkError(f"{path} has no config.json: it is not a Hugging Face model directory")
         return path
     if path.is_file() and path.suffix == ".gguf":
-        return _converted(path)
+        return _converted(path, report)
     names = ", ".join(sorted(known))
     raise DSparkError(
         f"no model {str(model)!r}: use {names}, or a path to a Hugging Face directory or .gguf file"
     )
 
 
-def _converted(path: Path) -> Path:
+def _converted(path: Path, report: Callable[[str], None]) -> Path:
     """The cached conversion of the GGUF file `path`, made now if need be."""
-    stat = path.stat()
-    key = f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERSION_VERSION}"
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    digest = _fingerprint(path)
     directory = cache_directory() / "models" / f"{path.stem}-{digest}"
     if not (directory / "config.json").exists():
+        report(f"converting {path.name}, once (a few seconds) ...")
         convert_gguf(path, directory)
     return directory
+
+
+def _fingerprint(path: Path) -> str:
+    """Names a file's content: its size, metadata and sampled weights. The same file elsewhere has the same one."""
+    size, piece = path.stat().st_size, 1 << 16
+    digest = hashlib.sha256(f"{CONVERSION_VERSION} {size}".encode())
+    with path.open("rb") as file:
+        for i in range(33):
+            file.seek(max(0, size - piece) * i // 32)
+            digest.update(file.read(piece))
+    return digest.hexdigest()[:12]
