@@ -18,6 +18,7 @@ class DrafterConfig:
 
     Slot convention: anchor-first, `block_size` inputs (anchor and block_size - 1 masks) give `block_size`
     predictions. `taps`: target layer ids, L is the hidden state after layer L, -1 the embedding output.
+    `num_speculative_tokens`: drafts a round that serve best, where the user names none (None: the whole block).
     `markov_rank` 0 means no sequential head (DFlash). `draft_vocab_size` None means the full vocabulary.
 
     Raises:
@@ -45,12 +46,17 @@ class DrafterConfig:
     confidence_with_markov: bool = True
     draft_vocab_size: int | None = None
     target_identity: str = ""
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         checks = (
             (self.method in ("dspark", "dflash"), f"method must be dspark or dflash, got {self.method!r}"),
             (self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}"),
             (self.num_layers >= 1, f"num_layers must be at least 1, got {self.num_layers}"),
+            (
+                self.num_speculative_tokens is None or 1 <= self.num_speculative_tokens <= self.block_size,
+                f"num_speculative_tokens must lie in 1..{self.block_size}, got {self.num_speculative_tokens}",
+            ),
             (bool(self.taps), "taps must name at least one target layer"),
             (
                 0 <= self.mask_token_id < self.vocab_size,

@@ -77,7 +77,9 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
             f"num_speculative_tokens {count} exceeds the block of {model.config.block_size} the drafter was trained "
             "for: acceptance would collapse; ask for fewer"
         )
-    return BlockDrafter(model, int8=True), FixedLength(count or model.config.block_size)
+    return BlockDrafter(model, int8=True), FixedLength(
+        count or model.config.num_speculative_tokens or model.config.block_size
+    )
 
 
 def _checkpoint(config: Mapping[str, Any], method: str, target: Target) -> Path:

@@ -33,6 +33,7 @@ class TrainConfig:
     markov_rank: int = 64
     markov_head_type: str = "vanilla"
     confidence_head: bool = True
+    num_speculative_tokens: int | None = None
     draft_vocab_size: int | None = 8192
     mask_token: str | None = None
     warm_start: bool = True

@@ -65,6 +65,7 @@ def drafter_config(config: TrainConfig, target: Decoder, mask_token_id: int) -> 
         confidence_head=config.confidence_head and config.method == "dspark",
         draft_vocab_size=config.draft_vocab_size,
         target_identity=target.identity,
+        num_speculative_tokens=config.num_speculative_tokens,
     )
 
 
