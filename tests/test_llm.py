@@ -81,7 +81,7 @@ def test_bad_input_is_refused_and_nothing_stays_behind(llm):
 def test_unusable_settings_are_refused():
     for settings, message in (
         ({"dtype": "float8"}, "float8"),
-        ({"device": "nope"}, "device 'nope'"),
+        ({"device": "nope"}, "the device 'nope'"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_model_len": 99999}, "max_model_len"),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "'model' is not supported"),
@@ -90,3 +90,33 @@ def test_unusable_settings_are_refused():
             LLM("smollm2-135m", **settings)
     with pytest.raises(DSparkError, match="smollm2-135m"):
         LLM("no-such-model")
+
+
+def test_streams_may_be_read_in_turn_and_others_may_abort(llm):
+    one, two = llm.stream(QUESTION, GREEDY), llm.stream("The sea is", GREEDY)
+    texts = ["", ""]
+    alive = [one, two]
+    while alive:
+        for stream in list(alive):
+            event = next(stream, None)
+            if event is None:
+                alive.remove(stream)
+            else:
+                texts[[one, two].index(stream)] += event.text
+    assert texts == [o.text for o in llm.generate([QUESTION, "The sea is"], GREEDY)]
+    with pytest.raises(DSparkError, match="aborted while"):
+        llm.generate([QUESTION], GREEDY, on_event=lambda e: llm.engine.abort(e.request_id))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(
+            [QUESTION, QUESTION], GREEDY, on_event=lambda e: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+    assert not llm.engine.has_unfinished
+    assert len(llm.generate(QUESTION, GREEDY)) == 1
+
+
+@pytest.mark.parametrize(
+    "prompts", [5, None, [None], [[1, 2]], {"prompt_token_ids": 5}, {"prompt_token_ids": ["x"]}]
+)
+def test_what_is_no_prompt_is_refused(llm, prompts):
+    with pytest.raises(DSparkError):
+        llm.generate(prompts, GREEDY)

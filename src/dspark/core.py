@@ -52,6 +52,7 @@ class RequestMetrics:
     """
 
     rounds: int = 0
+    committed: int = 0  # tokens the rounds added to the output
     drafted: int = 0
     scheduled: int = 0
     accepted: int = 0
@@ -59,8 +60,10 @@ class RequestMetrics:
     scheduled_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
 
-    def count(self, drafted: int, scheduled: int, accepted: int) -> None:
+    def count(self, drafted: int, scheduled: int, accepted: int, committed: int) -> None:
+        """Count a round. Drafts accepted behind the request's end are none of its tokens: leave them out."""
         self.rounds += 1
+        self.committed += committed
         for name, n in (("drafted", drafted), ("scheduled", scheduled), ("accepted", accepted)):
             setattr(self, name, getattr(self, name) + n)
             per_position: list[int] = getattr(self, f"{name}_per_position")
@@ -70,8 +73,8 @@ class RequestMetrics:
 
     @property
     def accepted_length(self) -> float:
-        """Mean tokens a round decides, bonus included (tau)."""
-        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
+        """Mean tokens a round commits, bonus included (tau)."""
+        return self.committed / self.rounds if self.rounds else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "accepted_length": self.accepted_length}

@@ -72,6 +72,7 @@ class LLM:
         loaded = load_target(model, _DTYPES[dtype], device, report)
         self.model, self.tokenizer = str(model), loaded.tokenizer
         drafter, policy = build_drafter(speculative_config, loaded.decoder)
+        self._inbox: dict[str, list[StepEvent]] = {}
         self.engine = Engine(loaded.decoder, drafter, policy, loaded.tokenizer, config)
 
     def generate(
@@ -85,69 +86,119 @@ class LLM:
         A string is raw text, a list of messages goes through the chat template, `{"prompt_token_ids": [...]}`
         is taken as it is. `on_event` sees every step's events (for progress).
         """
-        inputs = _as_list(prompts)
-        each = (
-            [params or SamplingParams()] * len(inputs) if not isinstance(params, Sequence) else list(params)
-        )
+        inputs = [self.encode(prompt) for prompt in _as_list(prompts)]
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(inputs)
         if len(each) != len(inputs):
             raise DSparkError(
                 f"{len(inputs)} prompts came with {len(each)} sampling parameters; give one, or one each"
             )
         ids: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
         try:
             for prompt, p in zip(inputs, each, strict=True):
-                ids.append(self.engine.add(self.encode(prompt), p))
-        except DSparkError:
-            for request_id in ids:  # all or nothing: no orphans run later
-                self.engine.abort(request_id)
-            raise
-        outputs: dict[str, RequestOutput] = {}
-        while len(outputs) < len(ids):
-            for event in self.engine.step():
-                if on_event is not None:
-                    on_event(event)
-                if event.output is not None:
-                    outputs[event.request_id] = event.output
+                ids.append(self._add(prompt, p))
+            while missing := [i for i in ids if i not in outputs]:
+                self._check_alive(missing[0])
+                self._pump()
+                for event in [e for i in ids for e in self._take(i)]:
+                    if event.output is not None:
+                        outputs[event.request_id] = event.output
+                    if on_event is not None:
+                        on_event(event)
+        finally:
+            self._leave(ids)
         return [outputs[i] for i in ids]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepEvent]:
-        """Events of one prompt as they happen; closing the iterator aborts the request."""
-        request_id = self.engine.add(self.encode(prompt), params or SamplingParams())
+        """Events of one prompt as they happen; closing the iterator aborts the request.
+
+        Several streams may be read in turn: each gets its own events.
+        """
+        return self._events(self._add(self.encode(prompt), params or SamplingParams()))
+
+    def _events(self, request_id: str) -> Iterator[StepEvent]:
         try:
             while True:
-                for event in self.engine.step():
-                    if event.request_id == request_id:
-                        yield event
-                        if event.output is not None:
-                            return
+                for event in self._take(request_id):
+                    yield event
+                    if event.output is not None:
+                        return
+                self._check_alive(request_id)
+                self._pump()
         finally:
+            self._leave([request_id])
+
+    def _add(self, prompt: list[int], params: SamplingParams) -> str:
+        request_id = self.engine.add(prompt, params)
+        self._inbox[request_id] = []
+        return request_id
+
+    def _pump(self) -> None:
+        """One engine step; every caller finds its events in its own inbox."""
+        for event in self.engine.step():
+            if event.request_id in self._inbox:
+                self._inbox[event.request_id].append(event)
+
+    def _take(self, request_id: str) -> list[StepEvent]:
+        events, self._inbox[request_id] = self._inbox[request_id], []
+        return events
+
+    def _check_alive(self, request_id: str) -> None:
+        """Waiting for a request that somebody else ended would never end."""
+        if request_id not in self.engine and not self._inbox[request_id] and not self.engine.has_unfinished:
+            raise DSparkError(f"{request_id} was aborted while its output was awaited")
+
+    def _leave(self, ids: Sequence[str]) -> None:
+        """Abort what still runs and forget the inboxes: nothing runs on without a reader."""
+        for request_id in ids:
             self.engine.abort(request_id)
+            self._inbox.pop(request_id, None)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, as `generate` takes it."""
+        """Token ids of a prompt, as `generate` takes it.
+
+        Raises:
+            DSparkError: neither text, messages, nor a mapping with token ids.
+        """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         if isinstance(prompt, Mapping):
-            if set(prompt) != {"prompt_token_ids"}:
-                raise DSparkError('a prompt given as a mapping must be {"prompt_token_ids": [...]}')
-            return list(prompt["prompt_token_ids"])
-        return self.tokenizer.apply_chat_template(list(prompt))
+            ids = prompt.get("prompt_token_ids")
+            whole = isinstance(ids, Sequence) and all(
+                isinstance(i, int) and not isinstance(i, bool) for i in ids
+            )
+            if set(prompt) != {"prompt_token_ids"} or ids is None or not whole:
+                raise DSparkError('a prompt given as a mapping must be {"prompt_token_ids": [whole numbers]}')
+            return list(ids)
+        if isinstance(prompt, Sequence):
+            messages = [message for message in prompt if isinstance(message, Mapping)]
+            if len(messages) == len(prompt):
+                return self.tokenizer.apply_chat_template(messages)
+        raise DSparkError(
+            f'a prompt is text, a list of messages or {{"prompt_token_ids": [...]}}, got {prompt!r:.60}'
+        )
 
 
 def _check_device(device: str) -> None:
     """Refuse a device that this torch cannot use."""
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
+        kind = torch.empty(0, device=device).device.type
+    except (RuntimeError, AssertionError, TypeError):
+        kind = ""
+    if kind not in ("cpu", "cuda"):  # MPS has no float64, which sampling needs
         raise DSparkError(
-            f"device {device!r} cannot be used by this PyTorch; use cpu, or install one that can"
-        ) from None
+            f"the device {device!r} is not available here: use cpu, or cuda where PyTorch has it"
+        )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tell one prompt (text, messages, ids) from several."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise DSparkError(
+            f"prompts must be text, messages, token ids or a list of these, got {prompts!r:.60}"
+        )
     items = list(prompts)
     if items and all(isinstance(m, Mapping) and "role" in m for m in items):
         return [items]  # type: ignore[list-item]

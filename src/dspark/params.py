@@ -5,34 +5,43 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from dspark.errors import DSparkError
 
 __all__ = ["SamplingParams"]
 
-
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise DSparkError(message)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_REALS = {  # name -> lowest, highest, and what the range is called
+    "temperature": (0, math.inf, "0 (greedy) or more"),
+    "top_p": (0, 1, "in (0, 1]"),
+    "min_p": (0, 1, "in [0, 1]"),
+    "repetition_penalty": (0, math.inf, "above 0"),
+    "presence_penalty": (-2, 2, "in [-2, 2]"),
+    "frequency_penalty": (-2, 2, "in [-2, 2]"),
+}
+_ABOVE_LOWEST = {"top_p", "repetition_penalty"}  # whose lowest value itself is excluded
+_WHOLES = {
+    "top_k": (-1, math.inf, "0 or more, -1 or 0 for off"),
+    "min_tokens": (0, math.inf, "0 or more"),
+    "max_tokens": (0, math.inf, "0 or more"),
+    "seed": (0, 2**63 - 1, "in [0, 2^63)"),
+    "logprobs": (0, 20, "in [0, 20]"),
+}
+_OPTIONAL = {"max_tokens", "seed", "logprobs"}
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "raw_logprobs", "speculative")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. Names and meanings are vLLM's.
+    """How one request is sampled and when it ends.
 
     Everything that shapes the distribution (temperature, filters, penalties, bias, `min_tokens`) acts on
     the target's and on the drafter's logits, once per committed position. `top_k` 0 (or -1) is off.
-    `seed` None draws a fresh one, which the output records. `max_tokens` None runs to the context edge.
-    `logprobs` n returns the chosen token's log-probability and the n most likely tokens' ones, after
-    temperature and filters; with `raw_logprobs` before them. `speculative` False decodes this request plainly.
+    `seed` None draws a fresh one, which the output records; a seed repeats a run of the same requests in the same
+    order with the same drafter and draft lengths. `max_tokens` None runs to the context edge. `logprobs` n returns
+    the chosen token's log-probability and the n most likely tokens' ones, after temperature and filters; with
+    `raw_logprobs` before them. `speculative` False decodes this request plainly.
 
     Raises:
         DSparkError: a value is out of range, not finite or of the wrong type.
@@ -49,8 +58,8 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
@@ -58,63 +67,26 @@ class SamplingParams:
     speculative: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"):
-            _check(
-                _is_real(getattr(self, name)), f"{name} must be a finite number, got {getattr(self, name)!r}"
-            )
-        _check(
-            _is_real(self.frequency_penalty),
-            f"frequency_penalty must be a finite number, got {self.frequency_penalty!r}",
-        )
-        _check(self.temperature >= 0, f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        _check(
-            _is_int(self.top_k) and self.top_k >= -1,
-            f"top_k must be a whole number, 0 or -1 for off, got {self.top_k!r}",
-        )
-        _check(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        _check(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
-        _check(
-            self.repetition_penalty > 0, f"repetition_penalty must be above 0, got {self.repetition_penalty}"
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2], got {getattr(self, name)}")
-        _check(
-            _is_int(self.min_tokens) and self.min_tokens >= 0,
-            f"min_tokens must be 0 or more, got {self.min_tokens!r}",
-        )
-        if self.max_tokens is not None:
-            _check(
-                _is_int(self.max_tokens) and self.max_tokens >= 0,
-                f"max_tokens must be 0 or more, got {self.max_tokens!r}",
-            )
-            _check(
-                self.min_tokens <= self.max_tokens,
-                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}",
-            )
-        if self.seed is not None:
-            _check(
-                _is_int(self.seed) and 0 <= self.seed < 2**63,
-                f"seed must be a whole number in [0, 2^63), got {self.seed!r}",
-            )
-        if self.logprobs is not None:
-            _check(
-                _is_int(self.logprobs) and 0 <= self.logprobs <= 20,
-                f"logprobs must be in [0, 20], got {self.logprobs!r}",
-            )
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        _check(all(isinstance(s, str) and s for s in stop), "stop must be one or several non-empty strings")
-        object.__setattr__(self, "stop", stop)
-        ids = tuple(self.stop_token_ids)
-        _check(
-            all(_is_int(i) and i >= 0 for i in ids),
-            "stop_token_ids must be token ids (whole numbers, 0 or more)",
-        )
-        object.__setattr__(self, "stop_token_ids", ids)
-        if self.logit_bias is not None:
-            bias = dict(self.logit_bias)
-            good = all(_is_int(t) and t >= 0 and _is_real(b) for t, b in bias.items())
-            _check(good, "logit_bias must map token ids to finite numbers")
-            object.__setattr__(self, "logit_bias", bias)
+        for name, (low, high, words) in _REALS.items():
+            value = getattr(self, name)
+            if not _is_real(value):
+                raise DSparkError(f"{name} must be a finite number, got {value!r}")
+            if not low <= value <= high or (name in _ABOVE_LOWEST and value == low):
+                raise DSparkError(f"{name} must be {words}, got {value}")
+        for name, (low, high, words) in _WHOLES.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if not _is_whole(value) or not low <= value <= high:
+                raise DSparkError(f"{name} must be a whole number, {words}, got {value!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise DSparkError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise DSparkError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -123,3 +95,42 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(self.stop_token_ids or ())
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
+        raise DSparkError(f"stop must be one or several non-empty strings, got {stop!r}")
+    return tuple(strings)
+
+
+def _stop_ids(ids: Any) -> tuple[int, ...]:
+    values = () if ids is None else ids
+    if not isinstance(values, Sequence) or not all(_is_whole(i) and i >= 0 for i in values):
+        raise DSparkError(f"stop_token_ids must be token ids (whole numbers, 0 or more), got {ids!r}")
+    return tuple(int(i) for i in values)
+
+
+def _bias(bias: Any) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    good = isinstance(bias, Mapping) and all(_is_whole(t) and t >= 0 and _is_real(b) for t, b in bias.items())
+    if not good:
+        raise DSparkError(f"logit_bias must map token ids to finite numbers, got {bias!r}")
+    return {int(t): float(b) for t, b in bias.items()}

@@ -87,7 +87,7 @@ class LogitsShaper:
             ids = torch.tensor(list(p.logit_bias), dtype=torch.int64, device=device)
             values = torch.tensor(list(p.logit_bias.values()), dtype=torch.float32, device=device)
             self._bias = torch.zeros(vocab_size, device=device).index_copy_(0, ids, values)
-        ends = (*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids))
+        ends = (*p.stop_ids, *(() if p.ignore_eos else eos_token_ids))
         ends_here = torch.tensor([t for t in ends if t < vocab_size], dtype=torch.int64, device=device)
         self._ends = torch.zeros(
             vocab_size, dtype=torch.bool, device=device

@@ -147,3 +147,42 @@ def test_a_block_wider_than_trained_is_refused(target, tmp_path):
     assert policy.length == 3
     with pytest.raises(DSparkError, match="is a dspark drafter"):
         build_drafter(config | {"method": "dflash"}, target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 2.5}, "num_layers must be int"),
+        ({"num_heads": 0}, "num_heads must be 1 or more"),
+        ({"rope_theta": "big"}, "rope_theta must be float"),
+        ({"taps": 3}, "taps must be"),
+        ({"draft_vocab_size": -1}, "draft_vocab_size"),
+        ({"num_speculative_tokens": 8}, r"must lie in 1\.\.7"),
+        ({"block_width": 7}, "unknown key 'block_width'"),
+    ],
+)
+def test_values_of_the_wrong_type_or_range_are_named(target, checkpoint, changes, message):
+    edit(checkpoint, **changes)
+    with pytest.raises(DSparkError, match=message):
+        load_drafter_model(checkpoint, target)
+
+
+def test_a_shorter_trained_context_goes_on_to_the_targets(target, tmp_path):
+    save_drafter_model(fresh(target), tmp_path, {})
+    edit(tmp_path, max_context=16)
+    model = load_drafter_model(tmp_path, target)
+    assert len(model.rotary.cos) == target.max_context
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "dspark",
+        {"method": "ngram", "prompt_lookup_max": "x"},
+        {"method": "ngram", "prompt_lookup_min": 0},
+        {"model": 5},
+    ],
+)
+def test_speculative_configurations_of_the_wrong_type(target, config):
+    with pytest.raises(DSparkError):
+        build_drafter(config, target)

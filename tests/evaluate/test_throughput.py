@@ -79,7 +79,7 @@ class FakeEngine:
                 continue
             n = min(self.block, limit - len(ids)) if ids else 1
             if ids:
-                metrics.count(n - 1, n - 1, n - 1)
+                metrics.count(n - 1, n - 1, n - 1, n)
             stride = 0 if prompt[0] in self.loop else 1
             new = [prompt[0] + stride * (len(ids) + i) + (prompt[0] in self.wrong) for i in range(n)]
             ids.extend(new)

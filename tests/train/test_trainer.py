@@ -132,7 +132,7 @@ def test_draft_vocabulary_keeps_the_frequent_and_the_end_tokens():
 def test_bad_configurations_are_refused(tmp_path):
     with pytest.raises(DSparkError, match="unknown training option 'stepz'"):
         TrainConfig.of({"stepz": 1})
-    with pytest.raises(DSparkError, match="steps = 'many'"):
+    with pytest.raises(DSparkError, match="training option steps must be int, got 'many'"):
         TrainConfig.of({"steps": "many"})
     path = tmp_path / "c.toml"
     path.write_text("steps = 3\ntaps = [0, 1]\n")
@@ -171,3 +171,22 @@ def test_sequences_are_rendered_as_in_serving(tmp_path):
     path.write_text('{"messages": []}')
     with pytest.raises(DSparkError, match="messages"):
         load_sequences([path], Words())
+
+
+def test_a_state_of_another_draft_vocabulary_is_refused(tmp_path):
+    first = trainer(tmp_path)
+    first.save()
+    second = trainer(tmp_path)
+    second.model.vocab = second.model.vocab.flip(0)
+    with pytest.raises(DSparkError, match="other training data"):
+        second.resume()
+
+
+def test_target_probabilities_never_mix_sequences(tmp_path):
+    """The first prompt tokens of a sequence lie behind the last slots of the one before it."""
+    short = [Sequence(s.token_ids, 1) for s in SEQUENCES]
+    run = trainer(tmp_path, short)
+    batch = run.batch(0)
+    expected = run.features.target.lm_head(batch.last_hidden).softmax(-1)
+    p = run.target_probabilities(batch)
+    torch.testing.assert_close(p[batch.mask], expected[batch.mask])

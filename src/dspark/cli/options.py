@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.drafters.methods import METHODS, TRAINED
+
 if TYPE_CHECKING:
     from dspark.core import SamplingParams
     from dspark.llm import LLM
@@ -21,8 +23,6 @@ __all__ = [
     "speculative_config",
 ]
 
-METHODS = ("none", "ngram", "dspark", "dflash")
-TRAINED = ("dspark", "dflash")  # methods with a checkpoint
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -58,7 +58,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, default=1.0, metavar="P")
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    group.add_argument("--seed", type=int, help="same seed, same text; default: a fresh one")
+    group.add_argument("--seed", type=int, help="repeats a run with the same settings; default: a fresh one")
     group.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="longest answer (%(default)s)"
     )
@@ -115,7 +115,6 @@ def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -
     """
     from dspark.llm import LLM
 
-    _check_device(args.device)
     return LLM(
         args.model,
         speculative_config=config,
@@ -124,14 +123,3 @@ def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -
         report=lambda message: print(message, file=sys.stderr, flush=True),
         **options,
     )
-
-
-def _check_device(name: str) -> None:
-    import torch
-
-    from dspark.core import DSparkError
-
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError):  # torch's ways of saying no
-        raise DSparkError(f"the device {name!r} is not available here: use cpu") from None

@@ -69,14 +69,7 @@ class BlockDrafter:
     @torch.inference_mode()
     def observe(self, batch: ObserveBatch) -> None:
         assert batch.taps is not None
-        plan = AttentionPlan(
-            query_start=np.array([0, len(batch.positions)]),
-            context_lens=np.zeros(1, np.int64),
-            block_tables=np.zeros((1, 1), np.int64),
-            slots=batch.slots,
-            causal=True,
-            block_size=self.pool.block_size,
-        )
+        plan = AttentionPlan.for_store(batch.slots, self.pool.block_size)
         projected = self._context_kv(self.model.context(batch.taps)).chunk(len(self.kv_specs), -1)
         rotary = self.model.rotary(batch.positions, projected[0].dtype)
         for i, kv in enumerate(projected):
@@ -181,7 +174,8 @@ class _Block:
             previous = self._choose(self._shaped(scores), None if uniforms is None else uniforms[:, k])
             self.tokens.append(previous)
         if self.model.confidence is not None:
-            self.confidence = self.model.confidence(hidden, torch.stack(embeddings, 1))
+            previous_tokens = torch.stack(embeddings, 1) if embeddings else None
+            self.confidence = self.model.confidence(hidden, previous_tokens)
 
     def finish(self, lengths: np.ndarray) -> Draft:
         probs = torch.stack(self.probs, 1) if self.probs else None

@@ -28,6 +28,7 @@ from dspark.target.decoder import Decoder
 __all__ = ["FORMAT", "load_drafter_model", "read_drafter_config", "save_drafter_model"]
 
 FORMAT = 1
+_HEADER = {"dspark_format", "slot_convention", "written_by", "provenance"}
 _SHARED = ("embed.weight", "lm_head.weight")  # the target's; not stored in our dialect
 _SCALE = ".scale"  # suffix of per-row scales of int8 tensors
 
@@ -80,19 +81,19 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
         raise DSparkError(
             f'{directory}: slot_convention must be "anchor_first", got {raw.get("slot_convention")!r}'
         )
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(DrafterConfig):
-        if field.name in raw:
-            value = raw[field.name]
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-        elif field.default is dataclasses.MISSING:
+    known = {field.name: field for field in dataclasses.fields(DrafterConfig)}
+    unknown = sorted(raw.keys() - known.keys() - _HEADER)
+    if unknown:
+        raise DSparkError(
+            f"{directory / 'config.json'} has the unknown key {unknown[0]!r}: a newer version wrote it?"
+        )
+    for name, field in known.items():
+        if name not in raw and field.default is dataclasses.MISSING:
             raise DSparkError(
-                f"{directory / 'config.json'} lacks the key {field.name!r}: save the checkpoint again"
+                f"{directory / 'config.json'} lacks the key {name!r}: save the checkpoint again"
             )
-    try:
-        return DrafterConfig(**values)
-    except TypeError as error:
-        raise DSparkError(f"{directory / 'config.json'} has a value of the wrong type ({error})") from None
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
+    return DrafterConfig(**values)
 
 
 def load_drafter_model(directory: Path, target: Target) -> BlockDrafterModel:
@@ -102,6 +103,8 @@ def load_drafter_model(directory: Path, target: Target) -> BlockDrafterModel:
         DSparkError: missing files; a missing, unexpected or misshapen key; a drafter trained for another target.
     """
     config = read_drafter_config(directory)
+    # Positions go as far as the target's; the rotary table of a drafter trained on less simply goes on.
+    config = dataclasses.replace(config, max_context=max(config.max_context, target.max_context))
     _check_target(config, target, directory)
     path = directory / "model.safetensors"
     if not path.is_file():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dspark.core import DSparkError
 from dspark.target.config import DecoderConfig
+from dspark.typed import check_fields
 
 __all__ = ["HEAD_TYPES", "DrafterConfig"]
 
@@ -49,10 +50,20 @@ class DrafterConfig:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "the drafter's")
+        sizes = ("block_size", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "max_context", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise DSparkError(f"the drafter's {name} must be 1 or more, got {getattr(self, name)}")
         checks = (
             (self.method in ("dspark", "dflash"), f"method must be dspark or dflash, got {self.method!r}"),
-            (self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}"),
-            (self.num_layers >= 1, f"num_layers must be at least 1, got {self.num_layers}"),
+            (self.rope_theta > 0, f"rope_theta must be above 0, got {self.rope_theta}"),
+            (self.head_dim % 2 == 0, f"head_dim must be even, got {self.head_dim}"),
+            (self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads"),
+            (
+                self.draft_vocab_size is None or 1 <= self.draft_vocab_size <= self.vocab_size,
+                f"draft_vocab_size must lie in 1..{self.vocab_size}, got {self.draft_vocab_size}",
+            ),
             (
                 self.num_speculative_tokens is None or 1 <= self.num_speculative_tokens <= self.block_size,
                 f"num_speculative_tokens must lie in 1..{self.block_size}, got {self.num_speculative_tokens}",

@@ -87,5 +87,9 @@ class NgramDrafter:
     def _lookup(self, request: Request, wanted: int) -> list[int]:
         index = self._indices.setdefault(request.uid, _Index(self._sizes))
         index.extend(request.token_ids)
-        end = index.find(request.token_ids)
-        return [] if end is None else request.token_ids[end : end + wanted]
+        tokens = request.token_ids
+        end = index.find(tokens)
+        if end is None:
+            return []
+        period = len(tokens) - end  # a match that overlaps the end goes on as a loop
+        return [tokens[end + i % period] for i in range(wanted)]

@@ -10,13 +10,13 @@ from dspark.core import DSparkError
 from dspark.drafters.base import Drafter
 from dspark.drafters.block import BlockDrafter
 from dspark.drafters.checkpoint import load_drafter_model, read_drafter_config
+from dspark.drafters.methods import METHODS
 from dspark.drafters.ngram import NgramDrafter
 from dspark.schedule.policies import FixedLength, Policy
 from dspark.target.base import Target
 
-__all__ = ["METHODS", "build_drafter", "shipped_drafters"]
+__all__ = ["build_drafter", "shipped_drafters"]
 
-METHODS = ("none", "ngram", "dspark", "dflash")
 _KEYS = {
     "method",
     "model",
@@ -48,6 +48,10 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
     """
     if config is None:
         return None, FixedLength(0)
+    if not isinstance(config, Mapping):
+        raise DSparkError(
+            f'speculative_config must be a mapping such as {{"method": "dspark"}}, got {config!r}'
+        )
     method = config.get("method") or ("dspark" if "model" in config else None)
     if method not in METHODS:
         raise DSparkError(f"speculative method {method!r} is not known; choose from {', '.join(METHODS)}")
@@ -57,14 +61,13 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
             f"speculative_config key {unknown[0]!r} is not supported for method {method}; "
             f"supported: {', '.join(sorted(_KEYS_OF[method]))}"
         )
-    count = config.get("num_speculative_tokens")
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise DSparkError(f"num_speculative_tokens must be a whole number, 1 or more, got {count!r}")
+    count = _whole(config, "num_speculative_tokens")
     if method == "none":
         return None, FixedLength(0)
     if method == "ngram":
-        lookup_max = config.get("prompt_lookup_max") or max(4, config.get("prompt_lookup_min") or 0)
-        lookup_min = config.get("prompt_lookup_min") or min(2, lookup_max)
+        smallest, largest = _whole(config, "prompt_lookup_min"), _whole(config, "prompt_lookup_max")
+        lookup_max = largest or max(4, smallest or 0)
+        lookup_min = smallest or min(2, lookup_max)
         return NgramDrafter(count or 5, lookup_max, lookup_min), FixedLength(count or 5)
     directory = _checkpoint(config, method, target)
     model = load_drafter_model(directory, target)
@@ -82,9 +85,19 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
     )
 
 
+def _whole(config: Mapping[str, Any], key: str) -> int | None:
+    """A whole number of 1 or more, or None where the key is absent."""
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise DSparkError(f"{key} must be a whole number, 1 or more, got {value!r}")
+    return value
+
+
 def _checkpoint(config: Mapping[str, Any], method: str, target: Target) -> Path:
     """The directory that `config` names, or the shipped drafter of this target."""
     if config.get("model") is not None:
+        if not isinstance(config["model"], str | Path):
+            raise DSparkError(f"model must be the path of a drafter checkpoint, got {config['model']!r}")
         directory = Path(config["model"]).expanduser()
         if not directory.is_dir():
             raise DSparkError(

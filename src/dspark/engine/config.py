@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dspark.core import DSparkError
+from dspark.typed import check_fields
 
 __all__ = ["EngineConfig"]
 
@@ -26,6 +27,7 @@ class EngineConfig:
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "the engine's")
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",

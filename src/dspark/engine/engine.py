@@ -14,30 +14,33 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dspark.acceptance import tolerates_live
 from dspark.core import (
     Draft,
     DSparkError,
+    FinishReason,
     Plan,
     Request,
     RequestOutput,
     SamplingParams,
     StepEvent,
-    TokenOrigin,
 )
 from dspark.drafters.base import Drafter, ProposeBatch
+from dspark.engine.commit import Round, append, output_of
 from dspark.engine.config import EngineConfig
+from dspark.engine.intake import check_lengths, check_policy, check_prompt, check_sound, longest_total
 from dspark.engine.judge import Judgement, judge
 from dspark.engine.runner import Runner, Verification
 from dspark.engine.scheduler import Batch, Running, Scheduler
-from dspark.engine.termination import OutputStream, Tokenizer
+from dspark.engine.termination import OutputStream
+from dspark.engine.watch import AcceptanceWatch
 from dspark.kv import KVPool
 from dspark.randomness import fresh_seed
 from dspark.sampling import SamplingRows
-from dspark.schedule.policies import Dependence, FixedLength, Policy
+from dspark.schedule.policies import FixedLength, Policy
 from dspark.schedule.survival import survival
 from dspark.shaping import Constraint, LogitsShaper
 from dspark.target.base import Target
+from dspark.target.tokenizer import Tokenizer
 
 __all__ = ["Engine", "StepTimings"]
 
@@ -70,6 +73,9 @@ class Engine:
         drafter: proposes tokens; None decodes plainly.
         policy: how much to draft and verify; by default every draft the drafter can make.
         tokenizer: for text and stop strings; without one outputs carry ids only.
+
+    Raises:
+        DSparkError: sizes the model or the memory cannot bear, or a policy that contradicts itself.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.policy = policy or FixedLength(drafter.max_draft if drafter else 0)
+        check_policy(self.policy)
         self.max_model_len = self.config.model_len(target.max_context)
         specs = target.kv_specs + (drafter.kv_specs if drafter else ())
         size = self.config.block_size
@@ -96,12 +103,14 @@ class Engine:
             self.pool, self.config.max_num_seqs, self.config.max_num_batched_tokens, max_draft
         )
         self.timings = StepTimings()
+        self.watch = AcceptanceWatch(drafter)
         self._by_id: dict[str, Running] = {}
-        self._ended: list[StepEvent] = []  # requests that end without a forward pass
+        self._ended: list[StepEvent] = []  # of requests that ended without a forward pass
         self._next_uid = 0
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether `step` has work or events to deliver."""
         return bool(self._by_id or self._ended)
 
     def add(
@@ -115,52 +124,68 @@ class Engine:
 
         Raises:
             DSparkError: empty prompt, token outside the vocabulary, prompt at or past the context edge, request
-                larger than the KV pool, id in use.
+                larger than the KV pool, id in use, policy unsound for it. Nothing was queued then.
         """
-        prompt = [int(t) for t in prompt_token_ids]
-        request_id = request_id if request_id is not None else f"request-{self._next_uid}"
-        max_total = self._check(prompt, params, request_id)
+        prompt = list(prompt_token_ids)
+        check_prompt(prompt, params, self.target.vocab_size, self.max_model_len)
+        check_sound(self.policy, self.drafter, params)
+        capacity = self.pool.num_blocks * self.pool.block_size
+        max_total = longest_total(len(prompt), params.max_tokens, self.max_model_len, capacity)
+        request_id = self._unused_id(request_id)
         seed = params.seed if params.seed is not None else fresh_seed()
         request = Request(self._next_uid, request_id, prompt, params, seed, max_total)
         stream = OutputStream(request, self.target.eos_token_ids, self.tokenizer)
         shaper = LogitsShaper.for_request(
             request, self.target.vocab_size, self.target.eos_token_ids, self.target.device, constraint
         )
-        self._next_uid += 1
         r = Running(request, stream, shaper)
+        self._next_uid += 1
         self._by_id[request_id] = r
         self.scheduler.waiting.append(r)
         if params.max_tokens == 0:
-            request.finish_reason = "length"
-            self._ended.append(StepEvent(request_id, [], [], "", self._finish(r)))
+            self._ended.append(StepEvent(request_id, [], [], "", self._end_now(r, "length")))
         return request_id
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request is waiting or running."""
+        return request_id in self._by_id
+
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Stop a request at once and return what it has; None if it is not running (any more)."""
+        """Stop a request and return what it has; no event tells of it. None if it is not running."""
+        self._ended = [event for event in self._ended if event.request_id != request_id]
         r = self._by_id.get(request_id)
-        if r is None:
-            return None
-        r.request.finish_reason = "abort"
-        return self._finish(r)
+        return None if r is None else self._end_now(r, "abort")
 
     @torch.inference_mode()
     def step(self) -> list[StepEvent]:
-        """One round: admit, aim, propose, plan, verify, judge, commit."""
+        """One round: admit, aim, propose, plan, verify, judge, commit.
+
+        If a part of it raises, the requests of the round are aborted (the next step tells) and the error goes on.
+        """
         started = time.perf_counter()
-        ended, self._ended = self._ended, []
         batch = self._admit()
         if not batch.running:
-            return ended
-        want = self.policy.draft_lengths(batch.state)
-        draft = self._propose(batch, want)
-        alive = survival(draft) if self.policy.uses_survival else None
-        plan = Plan(self.policy.verify_lengths(batch.state, alive, draft.lengths))
-        proposed = time.perf_counter()
-        seen = self.runner.verify(batch, draft, plan)
-        judgement = judge(batch, draft, seen)
-        verified = time.perf_counter()
-        events = self._commit(batch, draft, plan, seen, judgement)
+            return self._delivered([])
+        try:
+            want = check_lengths("draft_lengths", self.policy.draft_lengths(batch.state), batch.room)
+            draft = self._propose(batch, want)
+            alive = survival(draft) if self.policy.uses_survival else None
+            lengths = self.policy.verify_lengths(batch.state, alive, draft.lengths)
+            plan = Plan(check_lengths("verify_lengths", lengths, draft.lengths))
+            proposed = time.perf_counter()
+            seen = self.runner.verify(batch, draft, plan)
+            judgement = judge(batch, draft, seen)
+            verified = time.perf_counter()
+            events = self._commit(batch, draft, plan, seen, judgement)
+        except BaseException:
+            self._abandon(batch)
+            raise
         self.timings.add(started, proposed, verified)
+        return self._delivered(events)
+
+    def _delivered(self, events: list[StepEvent]) -> list[StepEvent]:
+        """The events of requests that ended outside a round, then these."""
+        ended, self._ended = self._ended, []
         return ended + events
 
     def _admit(self) -> Batch:
@@ -176,117 +201,76 @@ class Engine:
             return Draft.empty(len(batch.running), self.target.device)
         rows = SamplingRows.of(batch.requests, self.target.device)
         shapers = [r.shaper for r in batch.running]
-        return self.drafter.propose(ProposeBatch(batch.requests, want, rows, batch.block_tables(), shapers))
+        draft = self.drafter.propose(ProposeBatch(batch.requests, want, rows, batch.block_tables(), shapers))
+        check_lengths(f"drafter {self.drafter.name}", draft.lengths, want)
+        return draft
 
     def _commit(
         self, batch: Batch, draft: Draft, plan: Plan, seen: Verification, judgement: Judgement
     ) -> list[StepEvent]:
-        """Roll back, append, end requests, and let the drafter follow."""
-        tokens = draft.tokens.cpu().numpy()
+        """Append each request's tokens, let the drafter follow, and release what ended."""
+        drafts = draft.tokens.cpu().numpy()
         accepted = np.zeros(len(batch.running), dtype=np.int64)
         accepted[seen.sampling] = judgement.verdict.num_accepted.cpu().numpy()
-        for i, r in enumerate(batch.running):
-            length = int(plan.lengths[i])
-            r.request.cached += int(batch.rows[i]) + length  # optimistic: as if all were accepted
-            r.request.cached -= length - int(accepted[i])
+        next_tokens = judgement.verdict.next_token.tolist()
+        for i in np.flatnonzero(~batch.samples):  # prefill chunks that do not reach the end of the prompt
+            batch.requests[i].cached += int(batch.rows[i])
         events = []
-        for s, next_token in enumerate(judgement.verdict.next_token.tolist()):
-            i = int(seen.sampling[s])
-            new = [*tokens[i, : accepted[i]].tolist(), next_token]
-            counts = (int(draft.lengths[i]), int(plan.lengths[i]), int(accepted[i]))
-            events.append(self._append(batch.running[i], new, counts, judgement, int(seen.logit_start[s])))
-        observed = self.runner.observed(batch, seen, accepted) if self.drafter is not None else None
-        if self.drafter is not None and observed is not None:
-            self.drafter.observe(observed)
+        for s, i in enumerate(seen.sampling.tolist()):
+            r = batch.running[i]
+            tokens = [*drafts[i, : accepted[i]].tolist(), next_tokens[s]]
+            part = Round(
+                rows=int(batch.rows[i]),
+                drafted=int(draft.lengths[i]),
+                scheduled=int(plan.lengths[i]),
+                tokens=tokens,
+                first_row=int(seen.logit_start[s]),
+            )
+            events.append(append(r, part, judgement))
+            self.pool.truncate(r.table, r.request.cached)
+            self.watch.count(part.scheduled, part.accepted)
+        self._observe(batch, seen, accepted)
         for event in events:
             if event.output is not None:
-                self._finish(self._by_id[event.request_id])
+                self._release(self._by_id[event.request_id])
         return events
 
-    def _append(
-        self, r: Running, new: list[int], counts: tuple[int, int, int], judgement: Judgement, start: int
-    ) -> StepEvent:
-        """Commit the tokens of one request up to its end; `counts`: drafted, scheduled, accepted."""
-        request, params = r.request, r.request.params
-        kept, text = r.stream.commit(new)
-        if request.logprobs is not None:
-            request.logprobs += judgement.logprobs(
-                start, new[:kept], params.logprobs or 0, params.raw_logprobs
-            )
-        if not r.prefilling:
-            request.metrics.count(*counts)
-        r.prefilling = False
-        request.round += 1
-        _, scheduled, accepted = counts
-        last: TokenOrigin = "plain" if not scheduled else "bonus" if accepted == scheduled else "corrected"
-        origins: list[TokenOrigin] = ["accepted" for _ in range(accepted)]
-        origins = [*origins, last][:kept]
-        if not request.finished:
-            assert request.pending == 1, "exactly the anchor has no KV"
-            self.pool.truncate(r.table, request.cached)
-            if r.shaper is not None:
-                r.shaper.commit(new)
-        output = _output(r) if request.finished else None
-        return StepEvent(request.request_id, new[:kept], origins, text, output)
+    def _observe(self, batch: Batch, seen: Verification, accepted: np.ndarray) -> None:
+        if self.drafter is not None:
+            observed = self.runner.observed(batch, seen, accepted)
+            if observed is not None:
+                self.drafter.observe(observed)
 
-    def _finish(self, r: Running) -> RequestOutput:
-        """Return what a request holds."""
+    def _end_now(self, r: Running, reason: FinishReason) -> RequestOutput:
+        """End a request outside a round."""
+        r.request.finish_reason = reason
+        r.stream.flush()
+        self._release(r)
+        return output_of(r)
+
+    def _release(self, r: Running) -> None:
+        """Return everything a request holds."""
         self.scheduler.finish(r)
         if self.drafter is not None:
             self.drafter.forget(r.request)
         del self._by_id[r.request.request_id]
-        return _output(r)
+        if not self._by_id:
+            self.pool.check_integrity([])
 
-    def _check_sound(self, params: SamplingParams) -> None:
-        """Refuse a policy that would bias this request's output (DESIGN seam 3)."""
-        drafter = self.drafter
-        if drafter is None or not params.speculative or self.policy.dependence is not Dependence.LIVE:
-            return
-        if not tolerates_live(np.array([params.greedy]), drafter.deterministic)[0]:
-            raise DSparkError(
-                "this policy looks at the block whose verification it decides (LIVE): with sampled drafts at a "
-                "temperature above 0 that biases the output. Use temperature 0, a deterministic drafter, a CAUSAL or "
-                "LAGGED policy, or speculative=False"
-            )
+    def _abandon(self, batch: Batch) -> None:
+        """A round failed half way: what its requests hold cannot be trusted any more."""
+        for r in batch.running:
+            request_id = r.request.request_id
+            if request_id in self._by_id:
+                output = self._end_now(r, r.request.finish_reason or "abort")
+                self._ended.append(StepEvent(request_id, [], [], "", output))
 
-    def _check(self, prompt: list[int], params: SamplingParams, request_id: str) -> int:
-        """Refuse what cannot run; the most tokens the sequence may reach."""
+    def _unused_id(self, request_id: str | None) -> str:
+        if request_id is None:
+            number = self._next_uid
+            while f"request-{number}" in self._by_id:
+                number += 1
+            return f"request-{number}"
         if request_id in self._by_id:
             raise DSparkError(f"request id {request_id!r} is in use; choose another")
-        if not prompt:
-            raise DSparkError("the prompt has no tokens; give it some text")
-        vocab_size = self.target.vocab_size
-        outside = next((t for t in (*prompt, *params.stop_token_ids) if not 0 <= t < vocab_size), None)
-        if outside is not None:
-            raise DSparkError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
-        if len(prompt) >= self.max_model_len:
-            raise DSparkError(
-                f"the prompt has {len(prompt)} tokens, the context holds {self.max_model_len}: shorten the prompt"
-            )
-        self._check_sound(params)
-        capacity = self.pool.num_blocks * self.pool.block_size
-        edge = min(self.max_model_len, capacity)
-        wanted = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        if (params.max_tokens is not None and min(wanted, self.max_model_len) > capacity) or len(
-            prompt
-        ) >= capacity:
-            raise DSparkError(
-                f"the request needs {min(wanted, self.max_model_len)} KV positions, the pool has {capacity}: "
-                "lower max_tokens or raise kv_cache_tokens"
-            )
-        return min(wanted, edge)
-
-
-def _output(r: Running) -> RequestOutput:
-    request = r.request
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        text=r.stream.text,
-        token_ids=request.output_token_ids,
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        logprobs=request.logprobs,
-        seed=request.seed,
-        metrics=request.metrics,
-    )
+        return request_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,6 +59,11 @@ class Batch:
         return tables
 
 
+class _Entry(NamedTuple):
+    running: Running
+    rows: int
+
+
 class Scheduler:
     """First come, first served, with continuous batching and chunked prefill.
 
@@ -73,29 +79,18 @@ class Scheduler:
         self.preempted: list[Request] = []  # since the last step; drafters must forget them
 
     def admit(self) -> Batch:
-        """Choose this step's requests and reserve the blocks of all rows they may write."""
-        chosen: list[tuple[Running, int, int]] = []  # with rows and room
-        left = self.max_rows
-        for r in list(self.running):
-            if r in self.running and left > 0:
-                rows = min(r.request.pending, left)
-                room = self._reserve(r, rows)
-                if room is not None:
-                    chosen.append((r, rows, room))
-                    left -= rows
-        while self.waiting and left > 0 and len(self.running) < self.max_num_seqs:
-            r = self.waiting[0]
-            if not self.pool.reserve(r.table, r.request.committed + 1):
-                break
-            self.running.append(self.waiting.popleft())
-            rows = min(r.request.pending, left)
-            chosen.append((r, rows, 0))
-            left -= rows
-        chosen = [c for c in chosen if c[0] in self.running]  # a preemption may have come later in the loop
-        rows_ = np.array([c[1] for c in chosen], dtype=np.int64)
-        pending = np.array([c[0].request.pending for c in chosen], dtype=np.int64)
-        room_ = np.array([c[2] for c in chosen], dtype=np.int64)
-        return Batch([c[0] for c in chosen], rows_, rows_ == pending, room_)
+        """Choose this step's requests and reserve the blocks of all rows they may write.
+
+        What every request must have comes first; drafts get what is left, so speculation never takes another
+        request's place.
+        """
+        entries = self._continue_running()
+        entries += self._admit_waiting(self.max_rows - sum(e.rows for e in entries))
+        rows = np.array([e.rows for e in entries], dtype=np.int64)
+        pending = np.array([e.running.request.pending for e in entries], dtype=np.int64)
+        assert (pending >= 1).all(), "a request without a token to process"
+        room = np.array([self._room(e) for e in entries], dtype=np.int64)
+        return Batch([e.running for e in entries], rows, rows == pending, room)
 
     def finish(self, r: Running) -> None:
         self.pool.release(r.table)
@@ -104,20 +99,48 @@ class Scheduler:
         elif r in self.waiting:
             self.waiting.remove(r)
 
-    def _reserve(self, r: Running, rows: int) -> int | None:
-        """Blocks for `rows` rows and as many drafts as fit. Returns the room for drafts, None if preempted itself."""
-        request = r.request
-        wanted = 0
-        if not r.prefilling and request.params.speculative:
-            wanted = min(self.max_draft, request.remaining - 1)
-        if wanted > 0 and self.pool.reserve(r.table, request.cached + rows + wanted):
-            return wanted
-        while not self.pool.reserve(r.table, request.cached + rows):
+    def _continue_running(self) -> list[_Entry]:
+        """Rows for running requests, oldest first; the youngest give way when blocks run out."""
+        entries: list[_Entry] = []
+        left = self.max_rows
+        for r in list(self.running):
+            rows = min(r.request.pending, left)
+            if r in self.running and rows > 0 and self._reserve(r, rows):
+                entries.append(_Entry(r, rows))
+                left -= rows
+        return entries
+
+    def _admit_waiting(self, left: int) -> list[_Entry]:
+        entries: list[_Entry] = []
+        while self.waiting and left > 0 and len(self.running) < self.max_num_seqs:
+            r = self.waiting[0]
+            if not self.pool.reserve(r.table, r.request.committed + 1):
+                break
+            self.running.append(self.waiting.popleft())
+            entries.append(_Entry(r, min(r.request.pending, left)))
+            left -= entries[-1].rows
+        return entries
+
+    def _reserve(self, r: Running, rows: int) -> bool:
+        """Blocks for `rows` rows, preempting younger requests; False if `r` had to give way itself."""
+        while not self.pool.reserve(r.table, r.request.cached + rows):
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is r:
-                return None
-        return 0
+                return False
+        return True
+
+    def _room(self, entry: _Entry) -> int:
+        """Drafts a request could take, with blocks reserved for them."""
+        r, request = entry.running, entry.running.request
+        if r.prefilling or not request.params.speculative:
+            return 0
+        start, size = request.cached + entry.rows, self.pool.block_size
+        fits = r.table.capacity(size) + self.pool.num_free * size - start
+        room = max(0, min(self.max_draft, request.remaining - 1, fits))
+        reserved = self.pool.reserve(r.table, start + room)
+        assert reserved
+        return room
 
     def _preempt(self, r: Running) -> None:
         self.pool.release(r.table)

@@ -7,18 +7,12 @@ plain decoding would have.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from dspark.core import DSparkError, Request
 from dspark.target.detokenize import Detokenizer, StopChecker
+from dspark.target.tokenizer import Tokenizer
 
-__all__ = ["OutputStream", "Tokenizer"]
-
-
-class Tokenizer(Protocol):
-    """What turning tokens into text needs; `target.tokenizer.Tokenizer` is one."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+__all__ = ["OutputStream"]
 
 
 class OutputStream:
@@ -35,10 +29,10 @@ class OutputStream:
             )
         self.request = request
         self.eos = frozenset(() if request.params.ignore_eos else eos_token_ids)
-        self.stop_ids = frozenset(request.params.stop_token_ids)
+        self.stop_ids = frozenset(request.params.stop_ids)
         self.text = ""
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None  # type: ignore[arg-type]
-        self._stops = StopChecker(tuple(request.params.stop), request.params.include_stop_str_in_output)
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._stops = StopChecker(request.params.stop_strings, request.params.include_stop_str_in_output)
 
     def commit(self, tokens: Sequence[int]) -> tuple[int, str]:
         """Append tokens to the request up to its end.
@@ -52,7 +46,7 @@ class OutputStream:
             request.token_ids.append(token)
             released.append(self._advance(token))
             if request.finished:
-                released.append(self._flush())
+                released.append(self._flushed())
                 break
         text = "".join(released)
         self.text += text
@@ -77,8 +71,13 @@ class OutputStream:
             request.finish_reason = "length"
         return piece
 
-    def _flush(self) -> str:
-        """Text held back for a possible continuation, once none can come."""
+    def flush(self) -> str:
+        """End from outside (an abort): release the text held back for a possible continuation."""
+        text = self._flushed()
+        self.text += text
+        return text
+
+    def _flushed(self) -> str:
         if self._stops.matched is not None or self._detokenizer is None:
             return ""
         piece, stop = self._stops.push(self._detokenizer.flush())

@@ -264,7 +264,7 @@ def _ratio(value: float | None, by: float | None) -> float | None:
 def _accepted_length(outputs: Sequence[RequestOutput]) -> float | None:
     """Tokens a round decides, bonus included, over the rounds of all requests together."""
     rounds = sum(output.metrics.rounds for output in outputs)
-    return 1 + sum(output.metrics.accepted for output in outputs) / rounds if rounds else None
+    return sum(output.metrics.committed for output in outputs) / rounds if rounds else None
 
 
 def _identical(ids: Mapping[Run, list[list[int]]]) -> dict[tuple[str, int, float], tuple[int, int]]:

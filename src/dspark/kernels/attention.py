@@ -62,6 +62,12 @@ class AttentionPlan:
             )
         return plan
 
+    @staticmethod
+    def for_store(slots: torch.Tensor, block_size: int) -> AttentionPlan:
+        """A plan that only writes rows to their slots."""
+        start, none = np.array([0, len(slots)], dtype=np.int64), np.zeros(1, dtype=np.int64)
+        return AttentionPlan(start, none, none.reshape(1, 1), slots, causal=True, block_size=block_size)
+
     @cached_property
     def totals(self) -> np.ndarray:
         """[R] positions of each request once its rows are stored."""

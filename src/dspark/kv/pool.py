@@ -75,8 +75,15 @@ class KVPool:
                 self.v.append(self.v[spec.shares])
                 continue
             shape = (num_blocks, spec.num_heads, spec.head_dim, block_size)
-            self.k.append(torch.zeros(shape, dtype=dtype, device=device))
-            self.v.append(torch.zeros((*shape[:2], block_size, spec.head_dim), dtype=dtype, device=device))
+            try:
+                self.k.append(torch.zeros(shape, dtype=dtype, device=device))
+                self.v.append(
+                    torch.zeros((*shape[:2], block_size, spec.head_dim), dtype=dtype, device=device)
+                )
+            except RuntimeError:
+                raise DSparkError(
+                    f"no memory for a KV pool of {num_blocks * block_size} positions: lower kv_cache_tokens"
+                ) from None
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low blocks first
 
     @property

@@ -149,6 +149,7 @@ class Decoder(nn.Module):
                 self.set_submodule(name, LowBitLinear(weight, layer.bias))
             gather_weights(self)
         self.to(device)
+        self._output_weight = self._output_weight.to(device)
         pack_linears(self)
         return self
 

@@ -49,7 +49,9 @@ def load_target(
     decoder = _decoder_on_blocks(directory, dtype, device)
     if decoder is None:
         decoder = load_decoder(directory, dtype).prepare(device)
-    return LoadedTarget(str(model), directory, decoder, Tokenizer(directory))
+    tokenizer = Tokenizer(directory)
+    decoder.eos_token_ids = decoder.eos_token_ids or tokenizer.eos_token_ids
+    return LoadedTarget(str(model), directory, decoder, tokenizer)
 
 
 def _decoder_on_blocks(directory: Path, dtype: torch.dtype, device: torch.device | str) -> Decoder | None:

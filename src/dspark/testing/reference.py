@@ -120,7 +120,7 @@ def shape_logits(
     for token in set(output):
         shaped[token] -= params.frequency_penalty * list(output).count(token) + params.presence_penalty
     if len(output) < params.min_tokens:
-        for token in (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)):
+        for token in (*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)):
             shaped[token] = -np.inf
     return shaped
 
@@ -156,7 +156,7 @@ def _stops(
 ) -> bool:
     """Whether the last token ends the request; fills in text and stop reason."""
     is_eos = token in eos_token_ids and not params.ignore_eos
-    if is_eos or token in params.stop_token_ids:
+    if is_eos or token in params.stop_ids:
         out.stop_reason = None if is_eos else token
         return True
     if tokenizer is None:
@@ -164,7 +164,7 @@ def _stops(
     out.text = tokenizer.decode(out.token_ids)
     # A stop string counts once min_tokens tokens are out; text shown before that is no part of it.
     start = len(tokenizer.decode(out.token_ids[: max(params.min_tokens - 1, 0)]))
-    found = [(at + len(s), -len(s), s) for s in params.stop if (at := out.text.find(s, start)) >= 0]
+    found = [(at + len(s), -len(s), s) for s in params.stop_strings if (at := out.text.find(s, start)) >= 0]
     if not found:
         return False
     end, _, out.stop_reason = min(found)

@@ -7,9 +7,10 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from dspark.core import DSparkError
+from dspark.typed import check_fields
 
 __all__ = ["TrainConfig"]
 
@@ -63,6 +64,16 @@ class TrainConfig:
     threads: int | None = None
     init_from: str | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self, "training option")
+        if self.method not in ("dspark", "dflash"):
+            raise DSparkError(f"training option method must be dspark or dflash, got {self.method!r}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise DSparkError(f"training option dtype must be float32 or bfloat16, got {self.dtype!r}")
+        for name in ("block_size", "num_layers", "steps", "sequences_per_step", "anchors_per_sequence"):
+            if getattr(self, name) < 1:
+                raise DSparkError(f"training option {name} must be 1 or more, got {getattr(self, name)}")
+
     @staticmethod
     def load(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         """Read a TOML file; `overrides` are `key=value` with TOML values (bare words are strings).
@@ -85,17 +96,11 @@ class TrainConfig:
 
     @staticmethod
     def of(values: dict[str, Any]) -> TrainConfig:
-        hints = get_type_hints(TrainConfig)
         known = {f.name for f in dataclasses.fields(TrainConfig)}
         unknown = sorted(set(values) - known)
         if unknown:
             raise DSparkError(f"unknown training option {unknown[0]!r}; known: {', '.join(sorted(known))}")
         clean: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        for key, value in clean.items():
-            if not _fits(value, str(hints[key])):
-                raise DSparkError(f"training option {key} = {value!r} does not fit its type {hints[key]}")
-            if "float" in str(hints[key]) and isinstance(value, int):
-                clean[key] = float(value)
         return TrainConfig(**clean)
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,11 +112,3 @@ def _parse(text: str) -> Any:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _fits(value: Any, hint: str) -> bool:
-    kinds = {"bool": bool, "int": int, "float": (int, float), "str": str, "tuple": tuple, "None": type(None)}
-    for name, kind in kinds.items():
-        if name in hint and isinstance(value, kind):  # type: ignore[arg-type]
-            return not isinstance(value, bool) or "bool" in hint
-    return False

@@ -17,7 +17,7 @@ from dspark.target.tokenizer import Tokenizer
 from dspark.target.zoo import resolve
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences, split
-from dspark.train.trainer import Trainer
+from dspark.train.trainer import Trainer, load_weights
 from dspark.train.warm_start import bigram_scores, copy_last_layers, init_head_from_bigrams, share_embeddings
 
 __all__ = ["build_trainer", "draft_vocabulary", "drafter_config", "token_counts"]
@@ -77,6 +77,10 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
     directory = resolve(config.target)
     tokenizer = Tokenizer(directory)
     target = load_decoder(directory, getattr(torch, config.dtype))
+    if not tokenizer.eos_token_ids:
+        raise DSparkError(
+            f"{config.target} states no end token: add eos_token_id to its generation_config.json"
+        )
     sequences = load_sequences([Path(p) for p in config.data], tokenizer, config.max_length)
     if len(sequences) < 2:
         raise DSparkError("training needs at least two answers; name jsonl files in `data`")
@@ -94,8 +98,7 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
     if trainer.resume():
         report(f"resumed at step {trainer.step}")
     elif config.init_from:
-        state = torch.load(config.init_from, weights_only=True)["model"]
-        model.load_state_dict(state, strict=False)
+        load_weights(model, torch.load(config.init_from, weights_only=True), Path(config.init_from))
         report(f"weights from {config.init_from}")
     elif config.warm_start:
         _warm_start(model, target, tokenizer, counts, config, report)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.core import DSparkError
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.target.decoder import Decoder
 from dspark.train.blocks import BlockBatch, block_forward, draw_anchors, make_batch
@@ -20,7 +21,7 @@ from dspark.train.data import Sequence
 from dspark.train.features import FeatureSource
 from dspark.train.losses import BlockLoss, LossWeights, block_loss
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "load_weights"]
 
 
 class Trainer:
@@ -95,7 +96,10 @@ class Trainer:
             torch.tensor([sum(batch.seq_lens[:i]) for i in range(len(batch.seq_lens))]),
             torch.tensor(batch.counts),
         )
-        at = (starts + batch.anchors)[:, None] + torch.arange(gamma)  # global index of the predicting row
+        # Global index of the row that predicts each slot; slots past the end stay inside their sequence.
+        ends = torch.repeat_interleave(torch.tensor(batch.seq_lens), torch.tensor(batch.counts))
+        within = (batch.anchors[:, None] + torch.arange(gamma)).minimum(ends[:, None] - 1)
+        at = starts[:, None] + within
         rows, inverse = at.flatten().unique(return_inverse=True)
         first = torch.zeros(len(rows), dtype=torch.int64)
         first[inverse] = torch.arange(n * gamma)
@@ -185,6 +189,7 @@ class Trainer:
         weights = {k: v for k, v in self.model.state_dict().items() if not k.startswith(frozen)}
         state = {
             "model": weights,
+            "mask_token_id": self.model.config.mask_token_id,
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "blocks": self.blocks,
@@ -200,10 +205,29 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, weights_only=True)
-        self.model.load_state_dict(state["model"], strict=False)
+        load_weights(self.model, state, path)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.blocks = state["step"], state["blocks"]
         return True
+
+
+def load_weights(model: BlockDrafterModel, state: dict[str, Any], path: Path) -> None:
+    """Load a resume state's weights into a model of the same shape and draft vocabulary.
+
+    Raises:
+        DSparkError: another drafter, or the same on other data: the draft vocabulary would not be the one that the
+            weights were trained for.
+    """
+    weights, own = state["model"], model.state_dict()
+    frozen = {"embed.weight", "lm_head.weight"}
+    same = weights.keys() == own.keys() - frozen and all(v.shape == own[k].shape for k, v in weights.items())
+    mask = state.get("mask_token_id", model.config.mask_token_id)
+    if not same or not torch.equal(weights["vocab"], model.vocab) or mask != model.config.mask_token_id:
+        raise DSparkError(
+            f"{path} belongs to another drafter or to other training data: use its own configuration, "
+            "or another output directory"
+        )
+    model.load_state_dict(weights, strict=False)
 
 
 def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:

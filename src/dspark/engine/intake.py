@@ -1,0 +1,66 @@
+"""What the engine refuses before a request is queued."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dspark.acceptance import tolerates_live
+from dspark.core import DSparkError, SamplingParams
+from dspark.drafters.base import Drafter
+from dspark.schedule.policies import Dependence, Policy
+
+__all__ = ["check_lengths", "check_policy", "check_prompt", "check_sound", "longest_total"]
+
+
+def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
+    """Refuse an empty prompt, ids outside the vocabulary, a prompt at or past the context edge."""
+    if not prompt:
+        raise DSparkError("the prompt has no tokens; give it some text")
+    outside = next((t for t in (*prompt, *params.stop_ids) if not 0 <= t < vocab_size), None)
+    if outside is not None:
+        raise DSparkError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
+    if len(prompt) >= max_model_len:
+        raise DSparkError(
+            f"the prompt has {len(prompt)} tokens, the context holds {max_model_len}: shorten the prompt"
+        )
+
+
+def longest_total(prompt_len: int, max_tokens: int | None, max_model_len: int, capacity: int) -> int:
+    """Tokens the sequence may reach. Without `max_tokens` it runs to the context edge or fills the pool.
+
+    Raises:
+        DSparkError: the KV pool could never hold what is asked for, so the request would wait for ever.
+    """
+    asked = prompt_len + 1 if max_tokens is None else prompt_len + max_tokens
+    needed = min(asked, max_model_len)
+    if needed > capacity:
+        raise DSparkError(
+            f"the request needs {needed} KV positions, the pool has {capacity}: "
+            "lower max_tokens or raise kv_cache_tokens"
+        )
+    return min(max_model_len, capacity) if max_tokens is None else needed
+
+
+def check_policy(policy: Policy) -> None:
+    """Refuse a policy that contradicts itself."""
+    if policy.dependence is Dependence.STATIC and policy.uses_survival:
+        raise DSparkError("a STATIC policy must not read survival: declare CAUSAL, LAGGED or LIVE")
+
+
+def check_sound(policy: Policy, drafter: Drafter | None, params: SamplingParams) -> None:
+    """Refuse a policy that would bias this request's output (losslessness is typed)."""
+    if drafter is None or not params.speculative or policy.dependence is not Dependence.LIVE:
+        return
+    if not tolerates_live(np.array([params.greedy]), drafter.deterministic)[0]:
+        raise DSparkError(
+            "this policy looks at the block whose verification it decides (LIVE): with sampled drafts at a "
+            "temperature above 0 that biases the output. Use temperature 0, a deterministic drafter, a CAUSAL or "
+            "LAGGED policy, or speculative=False"
+        )
+
+
+def check_lengths(what: str, lengths: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Lengths [R] as they came, or an error: longer ones would write over other requests' KV."""
+    if lengths.shape != limit.shape or (lengths < 0).any() or (lengths > limit).any():
+        raise DSparkError(f"{what} gave lengths {lengths.tolist()}, allowed are 0 to {limit.tolist()}")
+    return lengths

@@ -1,0 +1,43 @@
+"""Check the fields of a configuration dataclass against their annotations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from dspark.errors import DSparkError
+
+__all__ = ["check_fields"]
+
+
+def check_fields(config: Any, what: str) -> None:
+    """Refuse values of the wrong type: bool, int, float (finite; whole numbers fit), str, tuples and `| None` of these.
+
+    Raises:
+        DSparkError: names the first field that does not fit.
+    """
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not _fits(value, hints[field.name]):
+            wanted = str(getattr(hints[field.name], "__name__", hints[field.name])).replace(
+                "NoneType", "None"
+            )
+            raise DSparkError(f"{what} {field.name} must be {wanted}, got {value!r}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(v, get_args(hint)[0]) for v in value)
+    if hint is bool:
+        return isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, hint)
