@@ -17,6 +17,7 @@ from dspark.target.tokenizer import Tokenizer
 from dspark.target.zoo import resolve
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences, split
+from dspark.train.features import FeatureSource
 from dspark.train.trainer import Trainer, load_weights
 from dspark.train.warm_start import bigram_scores, copy_last_layers, init_head_from_bigrams, share_embeddings
 
@@ -94,6 +95,10 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
         f"{len(train)} sequences, {int(counts.sum())} answer tokens, {100 * covered:.1f}% inside the draft vocabulary"
     )
     share_embeddings(model, target)
+    if config.keep_features:
+        tokens = sum(len(s.token_ids) for s in train)
+        size = tokens * FeatureSource(target, config.taps, keep=True).bytes_per_token / 1e9
+        report(f"features of {tokens} tokens will take {size:.1f} GB of memory")
     trainer = Trainer(config, model, target, train, held_out)
     if trainer.resume():
         report(f"resumed at step {trainer.step}")
