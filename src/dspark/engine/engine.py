@@ -36,7 +36,7 @@ from dspark.engine.watch import AcceptanceWatch
 from dspark.kv import KVPool
 from dspark.randomness import fresh_seed
 from dspark.sampling import SamplingRows
-from dspark.schedule.policies import FixedLength, Policy
+from dspark.schedule.policies import FixedLength, Observer, Policy
 from dspark.schedule.survival import survival
 from dspark.shaping import Constraint, LogitsShaper
 from dspark.target.base import Target
@@ -89,6 +89,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.policy = policy or FixedLength(drafter.max_draft if drafter else 0)
+        self._observer = self.policy if isinstance(self.policy, Observer) else None
         check_policy(self.policy)
         self.max_model_len = self.config.model_len(target.max_context)
         specs = target.kv_specs + (drafter.kv_specs if drafter else ())
@@ -166,17 +167,21 @@ class Engine:
         batch = self._admit()
         if not batch.running:
             return self._delivered([])
+        state = batch.state
         try:
-            want = check_lengths("draft_lengths", self.policy.draft_lengths(batch.state), batch.room)
+            want = check_lengths("draft_lengths", self.policy.draft_lengths(state), batch.room)
             draft = self._propose(batch, want)
             alive = survival(draft) if self.policy.uses_survival else None
-            lengths = self.policy.verify_lengths(batch.state, alive, draft.lengths)
+            lengths = self.policy.verify_lengths(state, alive, draft.lengths)
             plan = Plan(check_lengths("verify_lengths", lengths, draft.lengths))
             proposed = time.perf_counter()
             seen = self.runner.verify(batch, draft, plan)
             judgement = judge(batch, draft, seen)
             verified = time.perf_counter()
-            events = self._commit(batch, draft, plan, seen, judgement)
+            accepted = seen.spread(judgement.verdict.num_accepted)
+            if self._observer is not None:
+                self._observer.observe(state, alive, draft.lengths, plan.lengths, accepted)
+            events = self._commit(batch, draft, plan, seen, judgement, accepted)
         except BaseException:
             self._abandon(batch)
             raise
@@ -206,12 +211,16 @@ class Engine:
         return draft
 
     def _commit(
-        self, batch: Batch, draft: Draft, plan: Plan, seen: Verification, judgement: Judgement
+        self,
+        batch: Batch,
+        draft: Draft,
+        plan: Plan,
+        seen: Verification,
+        judgement: Judgement,
+        accepted: np.ndarray,
     ) -> list[StepEvent]:
         """Append each request's tokens, let the drafter follow, and release what ended."""
         drafts = draft.tokens.cpu().numpy()
-        accepted = np.zeros(len(batch.running), dtype=np.int64)
-        accepted[seen.sampling] = judgement.verdict.num_accepted.cpu().numpy()
         next_tokens = judgement.verdict.next_token.tolist()
         for i in np.flatnonzero(~batch.samples):  # prefill chunks that do not reach the end of the prompt
             batch.requests[i].cached += int(batch.rows[i])

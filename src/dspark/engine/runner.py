@@ -29,6 +29,12 @@ class Verification:
     lengths: np.ndarray  # [S] scheduled lengths
     logit_start: np.ndarray  # [S]
 
+    def spread(self, values: torch.Tensor) -> np.ndarray:
+        """Values of the sampling requests [S] over the batch [R], 0 for the others, on the host."""
+        out = np.zeros(len(self.query_start) - 1, dtype=np.int64)
+        out[self.sampling] = values.cpu().numpy()
+        return out
+
 
 class Runner:
     """Runs the target over a step's rows: pending tokens, then the scheduled drafts, of every request."""

@@ -48,7 +48,8 @@ class Batch:
     @property
     def state(self) -> ScheduleState:
         uids = np.array([r.uid for r in self.requests], dtype=np.int64)
-        return ScheduleState(uids, self.room, np.array([r.cached for r in self.requests], dtype=np.int64))
+        cached = np.array([r.cached for r in self.requests], dtype=np.int64)
+        return ScheduleState(uids, self.room, cached, self.rows, self.samples)
 
     def block_tables(self) -> np.ndarray:
         """[R, max_blocks] int64, padded with 0."""

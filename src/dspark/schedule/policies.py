@@ -1,58 +1,53 @@
 """Scheduling policies: how many tokens to draft, and how many of the drafts to verify.
 
-A policy is a pure object over plain arrays. It declares what its verify decision depends on, which settles
-for which rows it is lossless (DESIGN seam 3).
+A policy is a pure object over plain arrays: no clock, no randomness, no tensors. It declares what its verify
+decision depends on, which settles for which rows it is lossless. `draft_lengths` knows past rounds alone.
+
+| policy | verifies | dependence |
+|---|---|---|
+| FixedLength | all that was drafted | STATIC |
+| Threshold | while survival (or confidence) holds | CAUSAL |
+| PrefixScheduler | Algorithm 1: while expected tokens per second improve | CAUSAL |
+| LaggedScheduler | a budget from old survivals, shared out by newer ones | LAGGED |
+| GlobalScheduler | the best budget for the block at hand | LIVE |
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Protocol
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
-from dspark.core import DSparkError
+from dspark.errors import DSparkError
+from dspark.schedule.aim import Aim, AimConfig
+from dspark.schedule.base import Dependence, Observer, Policy, ScheduleState
+from dspark.schedule.cost import CostModel
+from dspark.schedule.history import RequestTable
+from dspark.schedule.search import (
+    Curve,
+    Ranking,
+    best_budget,
+    early_stop,
+    fill_upwards,
+    prefix_survival,
+    rank,
+    rate_curve,
+)
 
-__all__ = ["Dependence", "FixedLength", "Policy", "ScheduleState"]
-
-
-class Dependence(IntEnum):
-    """What a verify decision depends on, weakest first."""
-
-    STATIC = 0  # nothing drawn this round
-    CAUSAL = 1  # early stop: verifying x_k depends on nothing at or after x_k
-    LAGGED = 2  # budget from old rounds, ranks from the current one
-    LIVE = 3  # anything in the current block
-
-
-@dataclass(frozen=True)
-class ScheduleState:
-    """What a policy may know before drafting: R requests of this round."""
-
-    uids: np.ndarray  # [R] int64
-    room: np.ndarray  # [R] int64: most drafts each may have (0 while prefilling, or where speculation is off)
-    context_lens: np.ndarray  # [R] int64 cached positions
-
-
-class Policy(Protocol):
-    """`uses_survival`: whether `verify_lengths` reads confidences (they cost a device synchronisation)."""
-
-    @property
-    def dependence(self) -> Dependence: ...
-
-    @property
-    def uses_survival(self) -> bool: ...
-
-    def draft_lengths(self, state: ScheduleState) -> np.ndarray:
-        """Drafts to propose, [R] int64 in 0..room; all 0 means that nothing is drafted."""
-        ...
-
-    def verify_lengths(
-        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
-    ) -> np.ndarray:
-        """Scheduled lengths [R] int64 in 0..drafted. `survival` [R, gamma]: a_{r,j}, where confidences exist."""
-        ...
+__all__ = [
+    "Dependence",
+    "FixedLength",
+    "GlobalScheduler",
+    "LaggedScheduler",
+    "Observer",
+    "Policy",
+    "PrefixScheduler",
+    "ScheduleState",
+    "Threshold",
+]
 
 
 @dataclass(frozen=True)
@@ -74,3 +69,207 @@ class FixedLength:
         self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
     ) -> np.ndarray:
         return drafted
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Draft `length` tokens, verify while prefix survival stays at or above `threshold`.
+
+    `on="confidence"` asks it of each slot's own c_k instead. CAUSAL: decided left to right, each row by itself.
+    NOTE: it knows no prices, and pays for every draft that it then drops.
+    """
+
+    length: int
+    threshold: float
+    on: Literal["survival", "confidence"] = "survival"
+    dependence: Dependence = Dependence.CAUSAL
+    uses_survival: bool = True
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            raise DSparkError(f"num_speculative_tokens must be 0 or more, got {self.length}")
+        if not 0 <= self.threshold <= 1:
+            raise DSparkError(f"threshold must lie between 0 and 1, got {self.threshold}")
+        if self.on not in ("survival", "confidence"):
+            raise DSparkError(f"a threshold is set on survival or confidence, not on {self.on!r}")
+
+    def draft_lengths(self, state: ScheduleState) -> np.ndarray:
+        return np.minimum(state.room, self.length)
+
+    def verify_lengths(
+        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
+    ) -> np.ndarray:
+        if survival is None:
+            if drafted.any():
+                raise DSparkError("a threshold needs a drafter with a confidence head; use another policy")
+            return drafted
+        a = prefix_survival(survival)
+        if self.on == "confidence":
+            before = np.concatenate((np.ones((len(a), 1)), a[:, :-1]), axis=1)
+            a = np.divide(a, before, out=np.zeros_like(a), where=before > 0)
+        holds = np.logical_and.accumulate(a >= self.threshold, axis=1)
+        return np.minimum(holds.sum(axis=1), drafted)
+
+
+class _Adaptive(ABC):
+    """Drafts what `Aim` finds worth drafting, learns from rounds, verifies within the round's prices.
+
+    A drafter without confidences is verified in full: what it was asked for already came out of the search.
+
+    Args:
+        gamma: most drafts a request may have.
+        cost: prices of target pass and draft.
+        aim: priors, hysteresis and trials of drafting.
+    """
+
+    uses_survival = True
+
+    def __init__(self, gamma: int, cost: CostModel, *, aim: AimConfig | None = None) -> None:
+        self.gamma, self.cost = gamma, cost
+        self.aim = Aim(gamma, cost, aim)
+
+    @property
+    def warning(self) -> str | None:
+        """What is suspicious about the prices this policy decides by."""
+        return self.cost.warning
+
+    def draft_lengths(self, state: ScheduleState) -> np.ndarray:
+        return self.aim.lengths(state)
+
+    def verify_lengths(
+        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
+    ) -> np.ndarray:
+        if survival is None or not drafted.any():
+            return drafted
+        return self._schedule(state, prefix_survival(survival), drafted)
+
+    def observe(
+        self,
+        state: ScheduleState,
+        survival: np.ndarray | None,
+        drafted: np.ndarray,
+        scheduled: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        self.aim.observe(state, survival, drafted, scheduled, accepted)
+
+    @abstractmethod
+    def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+        """Scheduled lengths [R] where there are drafts with confidences."""
+
+    def _curve(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> Curve:
+        spent = self.cost.draft_seconds(int(np.count_nonzero(drafted)), int(drafted.sum()))
+        return rate_curve(ranking, state, self.cost, spent)
+
+
+class PrefixScheduler(_Adaptive):
+    """Algorithm 1, the hardware-aware prefix scheduler: admit by survival while Theta improves, then stop.
+
+    On a staircase of captured sizes (`TableCost(executed=True)`) the rest of a size is free and gets used, but the
+    first token of the next size pays for all of it, so the stop comes early where only the whole step would pay;
+    looking past it would be LIVE. The way around that keeps CAUSAL: price by the straight line between the
+    sizes, and give them as `sizes`: once stopped, the batch is filled *upwards* to the size it is executed at.
+
+    Args:
+        min_gain: a token must bring (1 + min_gain) times what its time is worth; part of the stop test.
+        sizes: batch sizes that are executed, increasing; none where a batch runs as it is.
+    """
+
+    dependence = Dependence.CAUSAL
+
+    def __init__(
+        self,
+        gamma: int,
+        cost: CostModel,
+        *,
+        min_gain: float = 0.0,
+        sizes: tuple[int, ...] = (),
+        aim: AimConfig | None = None,
+    ) -> None:
+        super().__init__(gamma, cost, aim=aim)
+        if min_gain < 0:
+            raise DSparkError(f"min_gain must be 0 or more, got {min_gain}")
+        if any(b <= a for a, b in pairwise(sizes)):
+            raise DSparkError(f"sizes must increase, got {list(sizes)}")
+        self.min_gain, self.sizes = min_gain, sizes
+
+    def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+        ranking = rank(survival, drafted)
+        budget = early_stop(self._curve(state, ranking, drafted), self.min_gain)
+        return ranking.lengths(fill_upwards(budget, state.query_tokens, len(ranking.rows), self.sizes))
+
+
+class GlobalScheduler(_Adaptive):
+    """The budget of the largest expected tokens per second, whatever lies between.
+
+    LIVE: it looks at tokens to decide whether to verify them. Exact for greedy rows and deterministic drafts,
+    biased for sampled ones (Appendix A).
+    """
+
+    dependence = Dependence.LIVE
+
+    def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+        ranking = rank(survival, drafted)
+        return ranking.lengths(best_budget(self._curve(state, ranking, drafted)))
+
+
+class LaggedScheduler(_Adaptive):
+    """The production form: a global search over survivals two rounds old sets the budget, newer ones share it out.
+
+    The budget knows nothing of the current block, so the search may be unconstrained and staircases do no harm.
+    With `ranks="current"` the top candidates of the current block take it: which is lossless, as a candidate's
+    rank depends on what precedes it. With `ranks="previous"` last round's survivals fix the lengths. Slots that a
+    request has no past for are taken at its expected survival: 1.0 is never assumed.
+    """
+
+    dependence = Dependence.LAGGED
+
+    def __init__(
+        self,
+        gamma: int,
+        cost: CostModel,
+        *,
+        ranks: Literal["current", "previous"] = "current",
+        aim: AimConfig | None = None,
+    ) -> None:
+        super().__init__(gamma, cost, aim=aim)
+        if ranks not in ("current", "previous"):
+            raise DSparkError(f"ranks must be current or previous, got {ranks!r}")
+        self.ranks = ranks
+        self._past = RequestTable((2, gamma), np.nan)  # survivals of the last and the last but one round
+
+    def budget(self, state: ScheduleState, drafted: np.ndarray) -> int:
+        """Drafts to verify in all, from survivals two rounds old."""
+        ranking = rank(self._old_survival(state, 1), drafted)
+        return best_budget(self._curve(state, ranking, drafted))
+
+    def observe(
+        self,
+        state: ScheduleState,
+        survival: np.ndarray | None,
+        drafted: np.ndarray,
+        scheduled: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        super().observe(state, survival, drafted, scheduled, accepted)
+        if survival is None or not drafted.any():
+            return
+        a = prefix_survival(survival)[:, : self.gamma]
+        newest = np.full((len(a), self.gamma), np.nan)
+        newest[:, : a.shape[1]] = np.where(np.arange(a.shape[1]) < drafted[:, None], a, np.nan)
+        has = drafted > 0
+        at = self._past.open(state.uids)[has]
+        self._past.values[at, 1] = self._past.values[at, 0]
+        self._past.values[at, 0] = newest[has]
+
+    def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+        newer = survival if self.ranks == "current" else self._old_survival(state, 0)
+        return rank(newer, drafted).lengths(self.budget(state, drafted))
+
+    def _old_survival(self, state: ScheduleState, age: int) -> np.ndarray:
+        """[R, gamma]; age 0 is the last round's."""
+        old = self._past.peek(state.uids)[:, age]
+        unknown = np.isnan(old)
+        if not unknown.any():
+            return old
+        return prefix_survival(np.where(unknown, self.aim.history.survival(state.uids), old))

@@ -1,0 +1,95 @@
+"""What every scheduling policy shares: what it may know, what it answers, what its answer depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+__all__ = ["Dependence", "Observer", "Policy", "ScheduleState"]
+
+
+class Dependence(IntEnum):
+    """What a verify decision depends on, weakest first.
+
+    CAUSAL, precisely: with lengths l decided, changing any confidence at a slot behind l_r + 1 of its row leaves
+    every length as it is. Slot l_r + 1's own confidence is pre-token: it knows the admitted tokens alone. So no
+    decision has seen a token that it did not admit, of any request, and the outputs stay jointly exact.
+    """
+
+    STATIC = 0  # nothing drawn this round
+    CAUSAL = 1  # early stop: verifying x_k depends on nothing at or after x_k
+    LAGGED = 2  # budget from old rounds, ranks from the current one
+    LIVE = 3  # anything in the current block
+
+
+@dataclass(frozen=True)
+class ScheduleState:
+    """What a policy may know before drafting: R requests of this round."""
+
+    uids: np.ndarray  # [R] int64
+    room: np.ndarray  # [R] int64: most drafts each may have (0 while prefilling, or where speculation is off)
+    context_lens: np.ndarray  # [R] int64 cached positions
+    pending: np.ndarray | None = None  # [R] int64 rows each needs besides drafts; None: one each, the anchor
+    samples: np.ndarray | None = None  # [R] bool: decides a token this round; None: all do
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.uids)
+
+    @property
+    def query_tokens(self) -> int:
+        """Rows of the pass without any draft."""
+        return self.num_requests if self.pending is None else int(self.pending.sum())
+
+    @property
+    def outputs(self) -> int:
+        """Tokens the round decides without any draft."""
+        return self.num_requests if self.samples is None else int(np.count_nonzero(self.samples))
+
+    @property
+    def context(self) -> int:
+        """Cached positions of all requests together."""
+        return int(self.context_lens.sum())
+
+
+class Policy(Protocol):
+    """`uses_survival`: whether `verify_lengths` reads confidences (they cost a device synchronisation).
+
+    Both methods may be asked again for the same round and then answer the same: what a policy learns, it learns
+    through `Observer.observe`.
+    """
+
+    @property
+    def dependence(self) -> Dependence: ...
+
+    @property
+    def uses_survival(self) -> bool: ...
+
+    def draft_lengths(self, state: ScheduleState) -> np.ndarray:
+        """Drafts to propose, [R] int64 in 0..room; all 0 means that nothing is drafted."""
+        ...
+
+    def verify_lengths(
+        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
+    ) -> np.ndarray:
+        """Scheduled lengths [R] int64 in 0..drafted. `survival` [R, gamma]: a_{r,j}, where confidences exist."""
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A policy that learns from rounds. Called once a round, after acceptance, also when nothing was drafted."""
+
+    def observe(
+        self,
+        state: ScheduleState,
+        survival: np.ndarray | None,
+        drafted: np.ndarray,
+        scheduled: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """`drafted`, `scheduled`, `accepted` [R] int64; `survival` as `verify_lengths` saw it."""
+        ...

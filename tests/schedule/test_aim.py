@@ -1,0 +1,195 @@
+"""How much is drafted: the history of acceptance, switching off where it does not pay, and coming back."""
+
+import numpy as np
+import pytest
+
+from dspark.core import DSparkError
+from dspark.schedule.aim import AimConfig
+from dspark.schedule.cost import DraftCost, TableCost
+from dspark.schedule.history import AcceptanceHistory, RequestTable
+from dspark.schedule.policies import GlobalScheduler, LaggedScheduler, PrefixScheduler, ScheduleState
+
+# A pass over 8 rows costs 1.7 of one row; a draft costs 0.4 of one.
+COST = TableCost((1, 8, 64), (1.0, 1.7, 10.0), draft=DraftCost(0.35, 0.01, 0.006))
+
+
+def state_of(uids, room=9):
+    uids = np.atleast_1d(uids)
+    return ScheduleState(uids, np.full(len(uids), room), np.full(len(uids), 50))
+
+
+def simulate(policy, conditional, rounds, num_requests=1, confident=True, seed=0, drift=1.0):
+    """Rounds against drafts whose slots are accepted with probability c, drawn around `conditional` each round.
+
+    Confidences are c ** `drift`: below 1 they promise too much. Returns drafted lengths [rounds, R], and tokens
+    per second over those of plain decoding.
+    """
+    rng, cost = np.random.default_rng(seed), policy.cost
+    state, R = state_of(np.arange(num_requests)), num_requests
+    drafts, tokens, seconds = [], 0.0, 0.0
+    for _ in range(rounds):
+        want = policy.draft_lengths(state)
+        base = np.asarray(conditional(rng, R)) if callable(conditional) else np.asarray(conditional)
+        c = np.broadcast_to(base, (R, policy.gamma))
+        survival = (c**drift).cumprod(axis=1) if confident and want.any() else None
+        lengths = policy.verify_lengths(state, survival, want)
+        wins = (rng.random(c.shape) < c).cumprod(axis=1).sum(axis=1)
+        accepted = np.minimum(wins, lengths)
+        policy.observe(state, survival, want, lengths, accepted)
+        drafts.append(want)
+        tokens += R + accepted.sum()
+        seconds += float(cost.step_seconds(R, R + lengths.sum(), 0))
+        seconds += float(cost.draft_seconds(np.count_nonzero(want), want.sum()))
+    return np.array(drafts), tokens / seconds * float(cost.step_seconds(R, R, 0)) / R
+
+
+@pytest.mark.parametrize("confident", [True, False])
+@pytest.mark.parametrize("scheduler", [PrefixScheduler, GlobalScheduler, LaggedScheduler])
+def test_drafting_goes_off_where_it_does_not_pay(scheduler, confident):
+    drafts, speed = simulate(scheduler(7, COST), 0.1, 2000, confident=confident)
+    on = drafts[:, 0] > 0
+    assert on[:8].all(), "it is tried first"
+    assert on.mean() < 0.05
+    assert np.diff(np.flatnonzero(on)).max() > 500, "less and less often"
+    assert on[500:].any(), "but again and again"
+    assert speed > 0.97
+
+
+@pytest.mark.parametrize("confident", [True, False])
+@pytest.mark.parametrize("scheduler", [PrefixScheduler, GlobalScheduler, LaggedScheduler])
+def test_drafting_stays_on_where_it_pays(scheduler, confident):
+    drafts, speed = simulate(scheduler(7, COST), 0.85, 600, confident=confident)
+    assert (drafts[:, 0] > 0).mean() > 0.95
+    everything = 4.6 / (1.7 + 0.4)
+    assert speed > 0.85 * everything
+
+
+@pytest.mark.parametrize("confident", [True, False])
+def test_drafting_comes_back_when_the_text_turns(confident):
+    policy = PrefixScheduler(7, COST)
+    simulate(policy, 0.05, 900, confident=confident)
+    assert not policy.aim.gate.on
+    drafts, _ = simulate(policy, 0.9, 1500, confident=confident, seed=1)
+    assert (drafts[-200:, 0] > 0).all()
+
+
+def test_overconfident_heads_are_found_out():
+    """Confidences near .9 where .2 is accepted: verifying by them loses, so drafting stops."""
+    drafts, speed = simulate(PrefixScheduler(7, COST), 0.2, 2000, drift=0.07)
+    assert (drafts > 0).mean() < 0.05
+    assert speed > 0.95
+
+
+def test_good_moments_are_worth_waiting_for():
+    """A quarter of the blocks is sure, the others hopeless. The mean block pays at no length (tau 2.5 at 3.1 times
+    the price), but those that look good do, and what drafted rounds bring is seen."""
+    cost = TableCost((1, 8), (1.0, 3.0), draft=DraftCost(0.1))
+
+    def moments(rng, R):
+        return np.where(rng.random((R, 1)) < 0.25, 0.97, 0.02) * np.ones((R, 7))
+
+    policy = PrefixScheduler(7, cost)
+    simulate(policy, moments, 300)
+    drafts, speed = simulate(policy, moments, 700, seed=1)
+    assert (drafts[:, 0] > 0).mean() > 0.6
+    assert speed > 1.25
+
+
+def test_a_busy_batch_drafts_only_for_those_who_gain():
+    """Without confidences, at a load where rows cost time: the good requests draft, the poor ones do not."""
+    good = np.arange(16) < 4
+
+    def mixed(rng, R):
+        return np.where(good[:, None], 0.95, 0.1) * np.ones((R, 7))
+
+    cost = TableCost((1, 16, 64), (1.0, 1.5, 4.5), draft=DraftCost(0.08, 0.001, 0.001))
+    policy = PrefixScheduler(7, cost)
+    simulate(policy, mixed, 200, num_requests=16, confident=False)
+    drafts, speed = simulate(policy, mixed, 200, num_requests=16, confident=False, seed=1)
+    assert drafts[:, good].mean() > 2
+    assert drafts[:, ~good].mean() < 0.3
+    assert speed > 1.04
+
+
+def test_prefilling_rounds_are_no_verdict():
+    policy = PrefixScheduler(7, COST, aim=AimConfig(trial_rounds=2, retry_after=3))
+    for _ in range(10):
+        state = state_of([0], room=0)
+        assert policy.draft_lengths(state).tolist() == [0]
+        policy.observe(state, None, np.array([0]), np.array([0]), np.array([0]))
+    assert policy.draft_lengths(state_of([0])).tolist() == [7]
+
+
+def test_a_drafter_with_nothing_to_say_is_not_switched_off():
+    policy = PrefixScheduler(7, COST)
+    for _ in range(200):
+        want = policy.draft_lengths(state_of([0]))
+        assert want.tolist() == [7]
+        policy.observe(state_of([0]), None, np.array([0]), np.array([0]), np.array([0]))
+
+
+def test_retries_in_vain_become_rare():
+    policy = PrefixScheduler(7, COST, aim=AimConfig(trial_rounds=2, retry_after=10, retry_at_most=40))
+    on = simulate(policy, 0.0, 400)[0][:, 0] > 0
+    starts = np.flatnonzero(on & ~np.roll(on, 1))
+    assert np.diff(starts).tolist()[:3] == sorted(np.diff(starts).tolist()[:3])
+    assert set(np.diff(starts)[3:]) == {42}
+
+
+def test_outcomes_give_conditional_acceptance():
+    history = AcceptanceHistory(3, prior=0.5, weight=1e-9, decay=0.999999)
+    uids, all_three = np.array([4, 9]), np.array([3, 3])
+    for accepted in ([0, 3], [1, 3], [2, 3], [3, 3]):
+        history.observe(uids, None, all_three, all_three, np.array(accepted))
+    # Request 4: slot 1 passed 3 of 4, slot 2 passed 2 of 3, slot 3 passed 1 of 2.
+    np.testing.assert_allclose(history.survival(uids), [[3 / 4, 1 / 2, 1 / 4], [1, 1, 1]], atol=1e-4)
+    np.testing.assert_allclose(history.conditional(), [7 / 8, 6 / 7, 5 / 6], atol=1e-4)
+
+
+def test_slots_that_were_not_scheduled_count_by_their_confidence():
+    history = AcceptanceHistory(2, weight=1e-6, decay=0.9)
+    for _ in range(3):
+        survival, drafted = np.array([[0.8, 0.2]]), np.array([2])
+        history.observe(np.array([1]), survival, drafted, np.array([0]), np.array([0]))
+    np.testing.assert_allclose(history.survival(np.array([1])), [[0.8, 0.2]], atol=1e-4)
+    history.observe(np.array([1]), survival, drafted, np.array([2]), np.array([0]))
+    assert history.survival(np.array([1])).max() < 1e-3, "nothing of what was promised came"
+
+
+def test_new_requests_expect_the_mean():
+    history = AcceptanceHistory(2, prior=0.6)
+    np.testing.assert_allclose(history.survival(np.array([3])), [[0.6, 0.36]])
+    for _ in range(200):
+        history.observe(np.array([3]), None, np.array([1]), np.array([1]), np.array([1]))
+    old, new = history.survival(np.array([3, 5]))
+    assert 0.9 < new[0] < old[0] < 1
+    assert new[1] == pytest.approx(new[0] ** 2, rel=1e-2), (
+        "an unseen slot is taken to be like the one before it"
+    )
+
+
+def test_rows_belong_to_their_uid():
+    table = RequestTable((1,), -1.0)
+    for uid in (5, 2, 9, 2):
+        table.values  # noqa: B018
+        at = table.open(np.array([uid]))
+        table.values[at] = uid
+    assert table.peek(np.array([9, 3, 2, 5])).ravel().tolist() == [9, -1, 2, 5]
+    for _ in range(1030):
+        table.open(np.array([2]))
+    table.open(np.array([7]))
+    assert table.peek(np.array([5, 2, 7])).ravel().tolist() == [-1, 2, -1]
+
+
+def test_settings_that_would_stay_off_for_ever_are_refused():
+    for bad in (
+        {"trial_rounds": 0},
+        {"retry_after": 0},
+        {"retry_after": 9, "retry_at_most": 8},
+        {"hysteresis": -1},
+    ):
+        with pytest.raises(DSparkError):
+            AimConfig(**bad)
+    for bad in ({"prior": 1.0}, {"prior": 0.0}, {"weight": 0.0}, {"decay": 1.0}):
+        with pytest.raises(DSparkError):
+            PrefixScheduler(3, COST, aim=AimConfig(**bad))
