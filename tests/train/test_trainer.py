@@ -190,3 +190,18 @@ def test_target_probabilities_never_mix_sequences(tmp_path):
     expected = run.features.target.lm_head(batch.last_hidden).softmax(-1)
     p = run.target_probabilities(batch)
     torch.testing.assert_close(p[batch.mask], expected[batch.mask])
+
+
+def test_the_mean_of_states(tmp_path):
+    run = trainer(tmp_path / "a")
+    paths = []
+    for name in "xy":
+        run.train_step()
+        run.save()
+        paths.append((run.output / "state.pt").rename(run.output / f"{name}.pt"))
+    states = [torch.load(p, weights_only=True)["model"] for p in paths]
+    run.average(paths)
+    for name, value in run.model.named_parameters():
+        if name in states[0]:
+            torch.testing.assert_close(value.detach(), (states[0][name] + states[1][name]) / 2)
+    assert run.averaged_steps == [1, 2]

@@ -32,6 +32,7 @@ def export(trainer: Trainer) -> Path:
     provenance = {
         "steps": trainer.step,
         "blocks": trainer.blocks,
+        "averaged_steps": trainer.averaged_steps,
         "config": config,
         "held_out": trainer.evaluate(),
         "versions": {"dspark": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -49,10 +50,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--export", action="store_true", help="write the checkpoint of the saved state and stop"
     )
+    parser.add_argument(
+        "--average",
+        nargs="+",
+        type=Path,
+        metavar="STATE",
+        help="export the mean of these resume states' weights",
+    )
     args = parser.parse_args(argv)
     try:
         trainer = build_trainer(TrainConfig.load(args.config, args.set))
-        for record in () if args.export else trainer.run():
+        if args.average:
+            trainer.average(args.average)
+        for record in () if args.export or args.average else trainer.run():
             slots = " ".join(f"{c:.2f}" for c in record["overlap"])
             print(
                 f"step {record['step']} blocks {record['blocks']} ({record['blocks_per_s']:.0f}/s) "

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class Trainer:
             fused=True,
         )
         self.step, self.blocks = 0, 0
+        self.averaged_steps: list[int] = []
         self.output = Path(config.output)
 
     def batch(self, step: int) -> BlockBatch:
@@ -199,6 +201,16 @@ class Trainer:
         torch.save(state, part)
         part.replace(self.output / "state.pt")
 
+    def average(self, paths: Seq[Path]) -> None:
+        """Take the mean of the weights in several resume states: what a longer decay of the learning rate does."""
+        states = [torch.load(path, weights_only=True) for path in paths]
+        for state, path in zip(states, paths, strict=True):
+            load_weights(self.model, state, path)
+        mean = {k: _mean([s["model"][k] for s in states]) for k in states[0]["model"]}
+        self.model.load_state_dict(mean, strict=False)
+        self.step, self.blocks = states[-1]["step"], states[-1]["blocks"]
+        self.averaged_steps = [state["step"] for state in states]
+
     def resume(self) -> bool:
         """Continue from the output directory's state, if it has one."""
         path = self.output / "state.pt"
@@ -209,6 +221,10 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.blocks = state["step"], state["blocks"]
         return True
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).mean(0) if tensors[0].is_floating_point() else tensors[0]
 
 
 def load_weights(model: BlockDrafterModel, state: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,138 @@
+"""What `dspark audit` runs: small worlds with prices, the policies that ship, and a user's own by import path."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspark.audit.world import World, appendix_a, random_world
+from dspark.errors import DSparkError
+from dspark.schedule.cost import CostModel, TableCost
+from dspark.schedule.policies import (
+    Dependence,
+    FixedLength,
+    GlobalScheduler,
+    LaggedScheduler,
+    Policy,
+    PrefixScheduler,
+    Threshold,
+)
+
+__all__ = [
+    "APPENDIX_A_COST",
+    "Case",
+    "Setting",
+    "built_in_policies",
+    "cases",
+    "claims_exact",
+    "load_policy",
+    "settings",
+]
+
+APPENDIX_A_COST = TableCost(
+    tuple(range(1, 8)), tuple(1 / sps for sps in (1.0, 0.5, 0.45, 0.30, 0.28, 0.27, 0.26))
+)  # the paper gives the first three steps per second; a third request's worth of tokens costs a step again
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A world and the prices that make its schedules interesting."""
+
+    name: str
+    world: World
+    cost: CostModel
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How drafts are judged: which LIVE policies bias, and which they do not."""
+
+    name: str
+    exact_for_live: bool
+    always: bool  # worth a row for policies that are not LIVE, too
+    apply: Callable[[World], World]
+
+
+def cases(requests: int, gamma: int) -> list[Case]:
+    """Appendix A; random tables with smoothly rising prices; tied confidences with prices in steps of two."""
+    sizes = np.arange(requests, max(requests * (gamma + 1), requests + 2) + 1)
+    extra = sizes - requests
+    rising = 1 + 0.2 * extra + 0.025 * extra**2
+    stairs = rising[::2] if len(rising) % 2 else [*rising[::2], 2 * rising[-1]]
+    steps = sizes[::2] if len(sizes) % 2 else [*sizes[::2], sizes[-1] + 1]
+    return [
+        Case("appendix-a", appendix_a(requests, gamma), APPENDIX_A_COST),
+        Case("random", random_world(0, 2, gamma, requests), _table(sizes, rising)),
+        Case("ties", random_world(9, 2, gamma, requests, ties=True), _table(steps, stairs, executed=True)),
+    ]
+
+
+def _table(tokens: Iterable[int], seconds: Iterable[float], executed: bool = False) -> TableCost:
+    return TableCost(tuple(int(t) for t in tokens), tuple(float(s) for s in seconds), executed)
+
+
+def settings() -> list[Setting]:
+    """Sampling under the ratio rule first, then the three ways in which looking at the block is harmless."""
+    return [
+        Setting("ratio, T > 0", False, True, lambda world: world),
+        Setting("shared noise", True, False, lambda world: replace(world, rule="shared-noise")),
+        Setting("greedy", True, False, lambda world: replace(world, p_target=_one_hot(world.p_target))),
+        Setting("one-hot drafts", True, False, lambda world: replace(world, p_draft=_one_hot(world.p_draft))),
+    ]
+
+
+def claims_exact(policy: Policy, setting: Setting) -> bool:
+    """Whether the pair is declared to be lossless."""
+    return policy.dependence is not Dependence.LIVE or setting.exact_for_live
+
+
+def built_in_policies(gamma: int, cost: CostModel) -> dict[str, Policy]:
+    """A fresh policy of each kind that ships."""
+    return {
+        "fixed": FixedLength(gamma),
+        "threshold": Threshold(gamma, 0.5),
+        "prefix": PrefixScheduler(gamma, cost),
+        "lagged": LaggedScheduler(gamma, cost),
+        "lagged-previous": LaggedScheduler(gamma, cost, ranks="previous"),
+        "global": GlobalScheduler(gamma, cost),
+    }
+
+
+def load_policy(path: str) -> Policy:
+    """The policy that `module:factory` makes. The module is looked for in the current directory, too.
+
+    Raises:
+        DSparkError: the path leads nowhere, or what it leads to makes no policy.
+    """
+    module_name, colon, attribute = path.partition(":")
+    if not (module_name and colon and attribute):
+        raise DSparkError(f"{path!r} is no import path: write module:factory")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        made: Any = importlib.import_module(module_name)
+        for name in attribute.split("."):
+            made = getattr(made, name)
+        policy = made() if not hasattr(made, "verify_lengths") or isinstance(made, type) else made
+    except Exception as error:
+        raise DSparkError(f"{path}: {type(error).__name__}: {error}") from error
+    missing = [name for name in _needed() if not hasattr(policy, name)]
+    if missing:
+        raise DSparkError(f"{path} made a {type(policy).__name__}, which has no {', '.join(missing)}")
+    if not isinstance(policy.dependence, Dependence):
+        raise DSparkError(f"{path}: dependence must be a dspark.schedule.policies.Dependence")
+    return policy
+
+
+def _needed() -> Iterable[str]:
+    return ("dependence", "uses_survival", "draft_lengths", "verify_lengths")
+
+
+def _one_hot(table: np.ndarray) -> np.ndarray:
+    return np.eye(table.shape[-1])[table.argmax(-1)]
