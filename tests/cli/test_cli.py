@@ -336,6 +336,7 @@ GENERATE = ["generate", "Hi", *FAKE]
         ([*GENERATE, "--drafter", ".", "--method", "ngram"], "not for ngram"),
         ([*GENERATE, "--num-speculative-tokens", "0"], "1 or more"),
         ([*GENERATE, "--num-speculative-tokens", "2", "--method", "none"], "no meaning"),
+        ([*GENERATE, "--threads", "0"], "--threads must be 1 or more"),
         ([*GENERATE, "--raw", "--system", "S"], "--system needs"),
         ([*GENERATE, "--compare", "--method", "none"], "--compare compares"),
         ([*GENERATE, "--compare", "--repeats", "0"], "--repeats"),

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.cli.options import METHODS, TRAINED, add_model_options, load_llm, speculative_config
+from dspark.cli.options import add_model_options, load_llm, speculative_config
+from dspark.drafters.methods import METHODS, TRAINED
 
 if TYPE_CHECKING:
     from rich.table import Table

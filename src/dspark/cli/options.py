@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from dspark.llm import LLM
 
 __all__ = [
-    "METHODS",
-    "TRAINED",
     "add_model_options",
     "add_sampling_options",
     "load_llm",
@@ -46,6 +44,9 @@ def add_model_options(parser: argparse.ArgumentParser, with_method: bool = True)
         help="drafts a round at most; default: the drafter's block",
     )
     group.add_argument("--device", default="cpu", help="cpu, cuda, mps (%(default)s)")
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads; on a busy machine no more than cores are free"
+    )
     group.add_argument("--dtype", default="float32", help="of the weights and the KV cache (%(default)s)")
 
 
@@ -107,6 +108,17 @@ def speculative_config(
     return {key: value for key, value in config.items() if value is not None}
 
 
+def set_threads(count: int) -> None:
+    """Use `count` CPU threads. A core that other programs hold makes every parallel step wait for it."""
+    import torch
+
+    from dspark.core import DSparkError
+
+    if count < 1:
+        raise DSparkError(f"--threads must be 1 or more, got {count}")
+    torch.set_num_threads(count)
+
+
 def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -> LLM:
     """The LLM that --model, --device and --dtype name, drafting as `config` says.
 
@@ -115,6 +127,8 @@ def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -
     """
     from dspark.llm import LLM
 
+    if args.threads is not None:
+        set_threads(args.threads)
     return LLM(
         args.model,
         speculative_config=config,

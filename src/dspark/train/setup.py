@@ -10,6 +10,7 @@ import torch
 
 from dspark.core import DSparkError
 from dspark.drafters.backbone import BlockDrafterModel
+from dspark.drafters.checkpoint import load_drafter_model
 from dspark.drafters.config import DrafterConfig
 from dspark.target.decoder import Decoder
 from dspark.target.load import load_decoder
@@ -103,7 +104,7 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
     if trainer.resume():
         report(f"resumed at step {trainer.step}")
     elif config.init_from:
-        load_weights(model, torch.load(config.init_from, weights_only=True), Path(config.init_from))
+        _init_from(model, Path(config.init_from), target)
         report(f"weights from {config.init_from}")
     elif config.warm_start:
         _warm_start(model, target, tokenizer, counts, config, report)
@@ -115,6 +116,20 @@ def _spare_token(counts: torch.Tensor, target: Decoder) -> int:
     free = (counts == 0).nonzero().squeeze(1)
     free = free[~torch.isin(free, torch.tensor(target.eos_token_ids))]
     return int(free[0]) if len(free) else 0
+
+
+def _init_from(model: BlockDrafterModel, path: Path, target: Decoder) -> None:
+    """Go on from a resume state, or from a drafter checkpoint (a directory) of the same shape and vocabulary."""
+    if path.is_dir():
+        loaded = load_drafter_model(path, target)
+        frozen = ("embed.", "lm_head.")
+        weights = {k: v for k, v in loaded.state_dict().items() if not k.startswith(frozen)}
+        state = {"model": weights, "mask_token_id": loaded.config.mask_token_id}
+    elif path.is_file():
+        state = torch.load(path, weights_only=True)
+    else:
+        raise DSparkError(f"init_from {path} does not exist; give a state.pt or a drafter directory")
+    load_weights(model, state, path)
 
 
 def _warm_start(
