@@ -13,7 +13,8 @@ help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(READY) ## Install, then answer with and without speculation, side by side
-	$(BIN)/dspark generate --compare --max-tokens 160 "Explain how rainbows form, step by step."
+	$(BIN)/dspark generate --compare --max-tokens 160 \
+		"Write a Python function that checks whether a number is prime, and explain it."
 
 test: lint types unit ## Lint, types and tests
 
