@@ -19,7 +19,7 @@ VARIANTS = [("dspark", "vanilla"), ("dspark", "gated"), ("dspark", "rnn"), ("dfl
 
 
 def train_form(target, drafter, sequences, anchors):
-    source = FeatureSource(target, drafter.taps, keep=False)
+    source = FeatureSource(target, drafter.taps, keep="compute")
     batch = make_batch(sequences, source(sequences), anchors, drafter.max_draft)
     return batch, *block_forward(drafter.model, batch)
 
@@ -86,7 +86,7 @@ def test_nothing_at_or_behind_the_anchor_leaks_into_a_block():
     before = [*TOKENS[:13], (TOKENS[13] + 1) % 60, *TOKENS[14:]]
     _, other, _, _ = train_form(target, drafter, [Sequence(before, 8)], [anchor])
     assert (hidden - other).abs().max() > 1e-6
-    source = FeatureSource(target, drafter.taps, keep=False)
+    source = FeatureSource(target, drafter.taps, keep="compute")
     features = source([Sequence(TOKENS, 8)])
     features[0].taps[14:] += 100.0  # the anchor's own features are not context
     batch = make_batch([Sequence(TOKENS, 8)], features, [anchor], 4)

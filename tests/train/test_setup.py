@@ -76,7 +76,7 @@ def test_train_resume_export_and_go_on(config, tmp_path, target, capsys):
     elsewhere = ["--set", f"output={tmp_path / 'other'}"]
     for start in (drafter, state):
         assert main([str(config), *elsewhere, "--set", f"init_from={start}", "--export"]) == 0
-        assert f"weights from {start}" in capsys.readouterr().out
+        assert f"goes on from {start}" in capsys.readouterr().out
 
 
 def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, capsys):

@@ -72,7 +72,7 @@ def test_overfits_a_single_sequence(tmp_path, method, head):
     run = trainer(tmp_path, SEQUENCES[:1], method, head, **changes)
     list(run.run())
     batch = run.batch(0)
-    _, logits, _ = run.loss(batch)
+    _, logits, *_ = run.loss(batch)
     right = logits.argmax(-1) == batch.tokens[:, 1:]
     assert right[batch.mask].float().mean() > 0.97
 
@@ -80,9 +80,9 @@ def test_overfits_a_single_sequence(tmp_path, method, head):
 def test_target_probabilities_are_those_of_the_full_vocabulary(tmp_path):
     run = trainer(tmp_path)
     batch = run.batch(0)
-    p = run.target_probabilities(batch)
+    p, rows = run.target_probabilities(batch)
     expected = run.features.target.lm_head(batch.last_hidden).softmax(-1)
-    torch.testing.assert_close(p[batch.mask], expected[batch.mask])
+    torch.testing.assert_close(p[rows][batch.mask], expected[batch.mask])
 
 
 def test_warm_start_copies_what_the_target_computes(tmp_path):
@@ -188,8 +188,8 @@ def test_target_probabilities_never_mix_sequences(tmp_path):
     run = trainer(tmp_path, short)
     batch = run.batch(0)
     expected = run.features.target.lm_head(batch.last_hidden).softmax(-1)
-    p = run.target_probabilities(batch)
-    torch.testing.assert_close(p[batch.mask], expected[batch.mask])
+    p, rows = run.target_probabilities(batch)
+    torch.testing.assert_close(p[rows][batch.mask], expected[batch.mask])
 
 
 def test_the_mean_of_states(tmp_path):

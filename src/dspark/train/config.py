@@ -21,7 +21,9 @@ class TrainConfig:
 
     `steps` steps of `sequences_per_step` sequences with up to `anchors_per_sequence` anchors each. `dtype` is
     the precision of the target's features and of the products ("bfloat16" or "float32"); weights and the
-    optimiser stay float32. `keep_features` trades memory for speed: features are computed once.
+    optimiser stay float32. `features`: "compute" the target's features whenever they are needed, keep them in
+    "memory", or on "disk" in `feature_dir` (by default `output`/features), where later runs find them.
+    `init_from`: start from the weights, vocabulary and mask token of a resume state or a drafter.
     """
 
     target: str = "smollm2-135m"
@@ -57,7 +59,8 @@ class TrainConfig:
     regression: float = 0.0
     decay: float = 4.0
     dtype: str = "bfloat16"
-    keep_features: bool = False
+    features: str = "compute"
+    feature_dir: str | None = None
     eval_every: int = 250
     save_every: int = 250
     seed: int = 0
@@ -70,6 +73,10 @@ class TrainConfig:
             raise DSparkError(f"training option method must be dspark or dflash, got {self.method!r}")
         if self.dtype not in ("float32", "bfloat16"):
             raise DSparkError(f"training option dtype must be float32 or bfloat16, got {self.dtype!r}")
+        if self.features not in ("compute", "memory", "disk"):
+            raise DSparkError(
+                f"training option features must be compute, memory or disk, got {self.features!r}"
+            )
         for name in ("block_size", "num_layers", "steps", "sequences_per_step", "anchors_per_sequence"):
             if getattr(self, name) < 1:
                 raise DSparkError(f"training option {name} must be 1 or more, got {getattr(self, name)}")

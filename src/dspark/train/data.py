@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 def load_sequences(paths: Iterable[Path], tokenizer: ChatTokenizer, max_length: int = 1024) -> list[Sequence]:
     """Tokenise `{"messages": [...]}` records whose last message is the assistant's; longer ones are cut.
 
-    The prompt is rendered exactly as in serving. An answer that ended by itself gets its end token.
+    The prompt is rendered exactly as in serving. `token_ids`, where a record has them, are the answer as it was
+    generated (text can tokenise otherwise). An answer that ended by itself gets its end token.
     """
     sequences = []
     for path in paths:
@@ -67,8 +68,9 @@ def load_sequences(paths: Iterable[Path], tokenizer: ChatTokenizer, max_length: 
             if not messages or messages[-1].get("role") != "assistant":
                 raise DSparkError(f'{path}:{number} needs "messages" that end with an assistant message')
             prompt = tokenizer.apply_chat_template(messages[:-1])
-            answer = tokenizer.encode(messages[-1]["content"])
-            if record.get("finish_reason", "stop") == "stop":
+            answer = list(record.get("token_ids") or tokenizer.encode(messages[-1]["content"]))
+            ended = bool(answer) and answer[-1] in tokenizer.eos_token_ids
+            if record.get("finish_reason", "stop") == "stop" and not ended:
                 answer.append(tokenizer.eos_token_ids[0])
             sequence = Sequence((prompt + answer)[:max_length], len(prompt), record.get("domain", ""))
             if sequence.num_anchors > 0:
@@ -77,8 +79,16 @@ def load_sequences(paths: Iterable[Path], tokenizer: ChatTokenizer, max_length: 
 
 
 def split(sequences: list[Sequence], held_out: float, seed: int) -> tuple[list[Sequence], list[Sequence]]:
-    """Shuffle and split into training and held-out sequences."""
-    shuffled = list(sequences)
-    random.Random(seed).shuffle(shuffled)
-    count = max(1, round(len(shuffled) * held_out))
-    return shuffled[count:], shuffled[:count]
+    """Split into training and held-out sequences, by prompt.
+
+    A prompt's side depends on it and the seed alone: answers to one prompt stay together, and more data moves
+    nothing across.
+    """
+
+    def place(sequence: Sequence) -> float:
+        text = f"{seed}:{','.join(map(str, sequence.token_ids[: sequence.answer_start]))}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+    ranked = sorted(sequences, key=place)
+    count = max(1, sum(place(s) < held_out for s in ranked))
+    return ranked[count:], ranked[:count]

@@ -1,15 +1,17 @@
-"""Target features of training sequences, computed on the fly or kept in memory after the first epoch."""
+"""Target features of training sequences: computed on the fly, or once and then kept in memory or on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dspark.target.decoder import Decoder
 from dspark.train.data import Sequence
+from dspark.train.feature_store import FeatureStore
 
 __all__ = ["FeatureSource", "Features"]
 
@@ -24,31 +26,56 @@ class Features:
 
 
 class FeatureSource:
-    """Runs the frozen target over sequences.
+    """Runs the frozen target over sequences, and remembers what it found where that is wanted.
 
     Args:
         target: the target, in the precision features are wanted in (bfloat16 is several times faster where
             the processor has matrix units for it).
-        keep: remember features in memory: about `bytes_per_token` each.
+        keep: "compute" them every time, keep them in "memory", or on "disk" (`bytes_per_token` each).
+        directory: where, for "disk".
     """
 
-    def __init__(self, target: Decoder, taps: tuple[int, ...], keep: bool) -> None:
+    def __init__(
+        self, target: Decoder, taps: tuple[int, ...], keep: str = "compute", directory: Path | None = None
+    ) -> None:
         self.target, self.taps, self.keep = target, taps, keep
         self._kept: dict[int, Features] = {}
+        self._store: FeatureStore | None = None
+        if keep == "disk":
+            assert directory is not None
+            dtype = str(target.dtype).removeprefix("torch.")
+            origin = {"target": target.identity, "taps": list(taps), "dtype": dtype}
+            self._store = FeatureStore(directory, origin)
 
     @property
     def bytes_per_token(self) -> int:
         size = torch.finfo(self.target.dtype).bits // 8
         return (len(self.taps) + 1) * self.target.hidden_size * size + 4
 
+    def missing(self, sequences: Seq[Sequence]) -> list[Sequence]:
+        """Those whose features have to be computed still."""
+        return [s for s in sequences if self._store is None or s not in self._store]
+
     def __call__(self, sequences: Seq[Sequence]) -> list[Features]:
-        found = []
-        for sequence in sequences:
-            features = self._kept.get(id(sequence)) or self.compute(sequence)
-            if self.keep:
-                self._kept[id(sequence)] = features
-            found.append(features)
-        return found
+        return [self._find(sequence) for sequence in sequences]
+
+    def flush(self) -> None:
+        """Write what is not yet on disk."""
+        if self._store is not None:
+            self._store.flush()
+
+    def _find(self, sequence: Sequence) -> Features:
+        if self._store is not None:
+            names = ("taps", "last_hidden", "log_normalizer")
+            if (stored := self._store.get(sequence, names)) is not None:
+                return Features(*stored)
+            features = self.compute(sequence)
+            self._store.put(sequence, {name: getattr(features, name) for name in names})
+            return features
+        features = self._kept.get(id(sequence)) or self.compute(sequence)
+        if self.keep == "memory":
+            self._kept[id(sequence)] = features
+        return features
 
     @torch.no_grad()
     def compute(self, sequence: Sequence) -> Features:

@@ -46,40 +46,61 @@ def slot_weights(gamma: int, decay: float, device: torch.device | None = None) -
     return torch.exp(-torch.arange(gamma, device=device) / decay)
 
 
-class _Divergences(torch.autograd.Function):
-    """Per-row CE, KL cross term and L1 of softmax(logits) against p_t, with one shared softmax.
+CHUNK_ELEMENTS = 1 << 17  # of [rows, Vd] at a time: temporaries of half a megabyte stay in the cache
 
-    Written out because autograd would keep and revisit several [n, Vd] arrays per term.
+
+class _Divergence(torch.autograd.Function):
+    """Weighted mean of CE, KL cross term and L1 of softmax(logits) against p_t, with its gradient.
+
+    Value and gradient are made together, a few rows at a time: [n * gamma, Vd] temporaries in main memory, which
+    autograd would keep and revisit, cost more than all matrix products of a step.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, p_target: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        log_p = F.log_softmax(logits.float(), -1)
-        known = labels >= 0  # labels outside the draft vocabulary cannot be learned by CE
-        ce = torch.where(known, -log_p.gather(1, labels.clamp(min=0)[:, None]).squeeze(1), 0.0)
-        kl = -(log_p * p_target).sum(-1)
-        p_draft = log_p.exp_()
-        difference = p_draft - p_target
-        inside = p_target.sum(-1, dtype=torch.float32)
-        l1 = difference.abs().sum(-1) + (1 - inside)
-        ctx.save_for_backward(p_draft, p_target, difference.sign_().to(torch.int8), labels, known, inside)
-        overlap = 1 - 0.5 * l1
-        ctx.mark_non_differentiable(overlap)
-        return ce, kl, l1, overlap
+        ctx: Any,
+        logits: Tensor,  # [N, Vd]
+        p_target: Tensor,  # [R, Vd]
+        rows: Tensor,  # [M] rows of logits that count
+        target_rows: Tensor,  # [M] the row of p_target that belongs to each
+        labels: Tensor,  # [M]
+        weight: Tensor,  # [M], sums to 1
+        weights: LossWeights,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad = torch.zeros_like(logits) if ctx.needs_input_grad[0] else None
+        terms, overlap = torch.zeros(3, device=logits.device), torch.empty(len(rows), device=logits.device)
+        size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+        for at in range(0, len(rows), size):
+            part = slice(at, at + size)
+            p_t, w = p_target[target_rows[part]].float(), weight[part]
+            log_p = F.log_softmax(logits[rows[part]].float(), -1)
+            known = (labels[part] >= 0).float()  # labels outside the draft vocabulary cannot be learned by CE
+            index = labels[part].clamp(min=0)[:, None]
+            ce = -log_p.gather(1, index).squeeze(1) * known
+            kl = -(log_p * p_t).sum(-1)
+            p_d = log_p.exp_()
+            gap, inside = p_d - p_t, p_t.sum(-1)
+            l1 = gap.abs().sum(-1) + (1 - inside)
+            overlap[part] = 1 - 0.5 * l1
+            terms += torch.stack(((ce * w).sum(), (l1 * w).sum(), (kl * w).sum()))
+            if grad is None:
+                continue
+            # d l1 / d logits = p_d (sign - sum(sign p_d)); CE and KL are the familiar p_d - target.
+            sign = gap.sign_()
+            tilt = (sign * p_d).sum(-1)
+            scale = weights.ce * known + weights.kl * inside - weights.l1 * tilt
+            d = sign.mul_(weights.l1).add_(scale[:, None]).mul_(p_d).sub_(p_t, alpha=weights.kl)
+            d.scatter_add_(1, index, -(weights.ce * known)[:, None])
+            grad[rows[part]] = d.mul_(w[:, None]).to(grad.dtype)
+        ctx.grad = grad
+        ctx.mark_non_differentiable(terms, overlap)
+        total = weights.ce * terms[0] + weights.l1 * terms[1] + weights.kl * terms[2]
+        return total, terms, overlap
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        g_ce, g_kl, g_l1, _ = grads
-        p_draft, p_target, sign, labels, known, inside = ctx.saved_tensors
-        g_ce = g_ce * known
-        tilt = (sign * p_draft).sum(-1)  # d l1 / d logits = p_d (sign - sum(sign p_d))
-        scale = g_ce + g_kl * inside - g_l1 * tilt
-        grad = torch.addcmul(p_draft * scale[:, None], p_draft, sign * g_l1[:, None])
-        grad.addcmul_(p_target, -g_kl[:, None].to(p_target.dtype).expand_as(p_target))
-        grad.scatter_add_(1, labels.clamp(min=0)[:, None], -g_ce[:, None])
-        return grad, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, ctx.grad = ctx.grad, None  # once: it is scaled in place
+        return grad.mul_(grads[0]), None, None, None, None, None, None
 
 
 def block_loss(
@@ -91,6 +112,7 @@ def block_loss(
     confidence_logits: Tensor | None = None,
     hidden: Tensor | None = None,
     target_hidden: Tensor | None = None,
+    target_rows: Tensor | None = None,
 ) -> BlockLoss:
     """Losses of n blocks.
 
@@ -101,20 +123,27 @@ def block_loss(
         mask: slots that count [n, gamma] bool (False past the end of the sequence).
         confidence_logits: [n, gamma]; trained on the detached overlap.
         hidden, target_hidden: [n, gamma, H] for the regression term.
+        target_rows: [n, gamma] int64. Given, p_target is [R, Vd] and this says which row belongs to each slot.
     """
     n, gamma, size = logits.shape
     # Slots past the end are dropped, not zeroed: they would cost a full softmax each.
     rows = mask.flatten().nonzero().squeeze(1)
-    flat = (t.reshape(n * gamma, size)[rows] for t in (logits, p_target))
-    ce, kl, l1, overlap = _Divergences.apply(*flat, labels.flatten()[rows])
     weight = slot_weights(gamma, weights.decay, logits.device).repeat(n)[rows]
-    norm = weight.sum().clamp(min=1e-9)
+    weight = weight / weight.sum().clamp(min=1e-9)
+    total, (ce, l1, kl), overlap = _Divergence.apply(
+        logits.reshape(n * gamma, size),
+        p_target.reshape(-1, size),
+        rows,
+        rows if target_rows is None else target_rows.flatten()[rows],
+        labels.flatten()[rows],
+        weight,
+        weights,
+    )
 
     def mean(values: Tensor) -> Tensor:
-        return (values * weight).sum() / norm
+        return (values * weight).sum()
 
-    terms = {"ce": mean(ce), "l1": mean(l1), "kl": mean(kl)}
-    total = weights.ce * terms["ce"] + weights.l1 * terms["l1"] + weights.kl * terms["kl"]
+    terms = {"ce": ce, "l1": l1, "kl": kl}
     if confidence_logits is not None:
         scores = confidence_logits.flatten()[rows].float()
         label = overlap.detach().clamp(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,8 +19,7 @@ from dspark.target.tokenizer import Tokenizer
 from dspark.target.zoo import resolve
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences, split
-from dspark.train.features import FeatureSource
-from dspark.train.trainer import Trainer, load_weights
+from dspark.train.trainer import Trainer
 from dspark.train.warm_start import bigram_scores, copy_last_layers, init_head_from_bigrams, share_embeddings
 
 __all__ = ["build_trainer", "draft_vocabulary", "drafter_config", "token_counts"]
@@ -43,7 +43,9 @@ def draft_vocabulary(counts: torch.Tensor, size: int | None, keep: tuple[int, ..
     return torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values
 
 
-def drafter_config(config: TrainConfig, target: Decoder, mask_token_id: int) -> DrafterConfig:
+def drafter_config(
+    config: TrainConfig, target: Decoder, mask_token_id: int, draft_vocab_size: int
+) -> DrafterConfig:
     """A drafter whose layers have the target's shape."""
     shape = target.config
     return DrafterConfig(
@@ -65,7 +67,7 @@ def drafter_config(config: TrainConfig, target: Decoder, mask_token_id: int) -> 
         markov_rank=config.markov_rank if config.method == "dspark" else 0,
         markov_head_type=config.markov_head_type,
         confidence_head=config.confidence_head and config.method == "dspark",
-        draft_vocab_size=config.draft_vocab_size,
+        draft_vocab_size=draft_vocab_size if draft_vocab_size < shape.vocab_size else None,
         target_identity=target.identity,
         num_speculative_tokens=config.num_speculative_tokens,
     )
@@ -88,24 +90,33 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
         raise DSparkError("training needs at least two answers; name jsonl files in `data`")
     train, held_out = split(sequences, config.held_out, config.seed)
     counts = token_counts(train, target.vocab_size)
-    mask = tokenizer.encode(config.mask_token)[0] if config.mask_token else _spare_token(counts, target)
-    model = BlockDrafterModel(drafter_config(config, target, mask))
-    model.vocab = draft_vocabulary(counts, config.draft_vocab_size, target.eos_token_ids)
+    start = _starting_point(Path(config.init_from), target) if config.init_from else None
+    if start is not None:
+        vocab, mask = start["model"]["vocab"], start["mask_token_id"]
+        if config.draft_vocab_size not in (None, len(vocab)):
+            raise DSparkError(
+                f"{config.init_from} drafts from {len(vocab)} tokens: set draft_vocab_size to that, or leave it out"
+            )
+    else:
+        vocab = draft_vocabulary(counts, config.draft_vocab_size, target.eos_token_ids)
+        mask = tokenizer.encode(config.mask_token)[0] if config.mask_token else _spare_token(counts, target)
+    model = BlockDrafterModel(drafter_config(config, target, mask, len(vocab)))
+    model.vocab = vocab
     covered = float(counts[model.vocab].sum() / counts.sum())
     report(
         f"{len(train)} sequences, {int(counts.sum())} answer tokens, {100 * covered:.1f}% inside the draft vocabulary"
     )
     share_embeddings(model, target)
-    if config.keep_features:
-        tokens = sum(len(s.token_ids) for s in train)
-        size = tokens * FeatureSource(target, config.taps, keep=True).bytes_per_token / 1e9
-        report(f"features of {tokens} tokens will take {size:.1f} GB of memory")
     trainer = Trainer(config, model, target, train, held_out)
+    if config.features != "compute":
+        tokens = sum(len(s.token_ids) for s in trainer.features.missing(train))
+        size = tokens * trainer.features.bytes_per_token / 1e9
+        report(f"features of {tokens} tokens will take {size:.1f} GB more ({config.features})")
     if trainer.resume():
         report(f"resumed at step {trainer.step}")
-    elif config.init_from:
-        _init_from(model, Path(config.init_from), target)
-        report(f"weights from {config.init_from}")
+    elif start is not None:
+        trainer.start_from(start, Path(str(config.init_from)))
+        report(f"goes on from {config.init_from}, {trainer.blocks} blocks so far")
     elif config.warm_start:
         _warm_start(model, target, tokenizer, counts, config, report)
     return trainer
@@ -118,18 +129,17 @@ def _spare_token(counts: torch.Tensor, target: Decoder) -> int:
     return int(free[0]) if len(free) else 0
 
 
-def _init_from(model: BlockDrafterModel, path: Path, target: Decoder) -> None:
-    """Go on from a resume state, or from a drafter checkpoint (a directory) of the same shape and vocabulary."""
+def _starting_point(path: Path, target: Decoder) -> dict[str, Any]:
+    """What a resume state, or a drafter checkpoint (a directory), gives to start from."""
     if path.is_dir():
         loaded = load_drafter_model(path, target)
         frozen = ("embed.", "lm_head.")
         weights = {k: v for k, v in loaded.state_dict().items() if not k.startswith(frozen)}
-        state = {"model": weights, "mask_token_id": loaded.config.mask_token_id}
-    elif path.is_file():
-        state = torch.load(path, weights_only=True)
-    else:
+        return {"model": weights, "mask_token_id": loaded.config.mask_token_id}
+    if not path.is_file():
         raise DSparkError(f"init_from {path} does not exist; give a state.pt or a drafter directory")
-    load_weights(model, state, path)
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    return state
 
 
 def _warm_start(

@@ -41,8 +41,9 @@ class Trainer:
     ) -> None:
         self.config, self.model = config, model
         self.sequences, self.held_out = sequences, held_out
-        self.features = FeatureSource(target, model.config.taps, config.keep_features)
-        self.held_out_features = FeatureSource(target, model.config.taps, True)
+        directory = Path(config.feature_dir) if config.feature_dir else Path(config.output) / "features"
+        self.features = FeatureSource(target, model.config.taps, config.features, directory)
+        self.held_out_features = FeatureSource(target, model.config.taps, "memory")
         self.dtype = getattr(torch, config.dtype)
         model.lm_head.to(self.dtype)  # frozen: cast once, not at every step
         self.output_rows = target.lm_head.weight[model.vocab].to(self.dtype)  # [Vd, H]
@@ -76,20 +77,20 @@ class Trainer:
         anchors = [draw_anchors(s, self.config.anchors_per_sequence, generator) for s in chosen]
         return make_batch(chosen, self.features(chosen), anchors, self.model.config.block_size)
 
-    def loss(self, batch: BlockBatch) -> tuple[BlockLoss, Tensor, Tensor]:
-        """The loss of a batch, with its draft logits and target probabilities [n, gamma, Vd]."""
+    def loss(self, batch: BlockBatch) -> tuple[BlockLoss, Tensor, Tensor, Tensor]:
+        """The loss of a batch, with its draft logits [n, gamma, Vd] and `target_probabilities`."""
         with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
             hidden, logits, confidence = block_forward(self.model, batch)
         with torch.no_grad():
-            p_target = self.target_probabilities(batch)
+            p_target, rows = self.target_probabilities(batch)
         labels = self.draft_ids[batch.tokens[:, 1:]]
         loss = block_loss(
-            logits, p_target, labels, batch.mask, self.weights, confidence, hidden, batch.last_hidden
+            logits, p_target, labels, batch.mask, self.weights, confidence, hidden, batch.last_hidden, rows
         )
-        return loss, logits, p_target
+        return loss, logits, p_target, rows
 
-    def target_probabilities(self, batch: BlockBatch) -> Tensor:
-        """p_t of the draft vocabulary at each slot [n, gamma, Vd], exact over the full vocabulary.
+    def target_probabilities(self, batch: BlockBatch) -> tuple[Tensor, Tensor]:
+        """p_t of the draft vocabulary [R, Vd], exact over the full vocabulary, and each slot's row [n, gamma].
 
         Neighbouring anchors share label positions: each is computed once.
         """
@@ -107,7 +108,7 @@ class Trainer:
         first[inverse] = torch.arange(n * gamma)
         hidden = batch.last_hidden.flatten(0, 1)[first].to(self.dtype)
         logits = (hidden @ self.output_rows.T).float() - batch.log_normalizer.flatten()[first][:, None]
-        return logits.exp_().to(self.dtype)[inverse].unflatten(0, (n, gamma))
+        return logits.exp_().to(self.dtype), inverse.unflatten(0, (n, gamma))
 
     def train_step(self) -> dict[str, float]:
         lr = self.config.lr * _schedule(self.step, self.config)
@@ -115,7 +116,7 @@ class Trainer:
             group["lr"] = lr * group["scale"]
         batch = self.batch(self.step)
         self.model.train()
-        loss, _, _ = self.loss(batch)
+        loss, *_ = self.loss(batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
@@ -144,11 +145,10 @@ class Trainer:
             generator = torch.Generator().manual_seed(at)
             anchors = [draw_anchors(s, 64, generator) for s in part]
             batch = make_batch(part, self.held_out_features(part), anchors, self.model.config.block_size)
-            loss, logits, p_target = self.loss(batch)
-            outside = (
-                p_target.sum(-1) + p_target.amax(-1) < 1
-            )  # the argmax may lie outside the draft vocabulary
-            agree.append((logits.argmax(-1) == p_target.argmax(-1)) & ~outside)
+            loss, logits, p_target, rows = self.loss(batch)
+            # The argmax may lie outside the draft vocabulary.
+            outside = p_target.sum(-1) + p_target.amax(-1) < 1
+            agree.append((logits.argmax(-1) == p_target.argmax(-1)[rows]) & ~outside[rows])
             overlap.append(loss.overlap)
             masks.append(batch.mask)
         whole = torch.cat(masks).all(-1)
@@ -185,8 +185,16 @@ class Trainer:
             if self.step % self.config.save_every == 0 or last:
                 self.save()
 
+    def start_from(self, state: dict[str, Any], path: Path) -> None:
+        """Take the weights, and the optimiser's moments where they are known, of another run on other data."""
+        load_weights(self.model, state, path)
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.blocks = state.get("blocks", 0)
+
     def save(self) -> None:
-        """Write the resume state; replaced atomically."""
+        """Write the resume state, and features that are not on disk yet; replaced atomically."""
+        self.features.flush()
         frozen = ("embed.", "lm_head.")
         weights = {k: v for k, v in self.model.state_dict().items() if not k.startswith(frozen)}
         state = {
