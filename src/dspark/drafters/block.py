@@ -11,13 +11,13 @@ from torch import Tensor
 from dspark.core import Draft, Request
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.base import ObserveBatch, ProposeBatch
-from dspark.kernels.attention import AttentionPlan, paged_attention, store_kv
+from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
 from dspark.kernels.linear import pack_linear, pack_linears
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears, supports
 from dspark.kv import KVPool
 from dspark.randomness import Purpose
 from dspark.sampling import probabilities, sample
-from dspark.target.decoder import Attend, DecoderLayer
+from dspark.target.decoder import Attend, DecoderLayer, compiled_layers
 
 __all__ = ["BlockDrafter"]
 
@@ -53,6 +53,8 @@ class BlockDrafter:
         else:
             self._context_kv = pack_linear(projection)
         pack_linears(model)
+        windows = [spec.window for spec in self.kv_specs]
+        self._compiled = compiled_layers(model.layers, model.norm, model.rotary, windows)
         identity = torch.equal(model.vocab, torch.arange(config.vocab_size, device=model.vocab.device))
         self.vocab = None if identity else model.vocab
         self._pool: KVPool | None = None
@@ -117,18 +119,23 @@ class BlockDrafter:
             block_size=size,
         )
 
+        ids, at = torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
+        # The block's own KV lies where `observe` will write the committed rows': beyond the valid length, so nobody
+        # else reads it.
+        layers = slice(self._first_layer, self._first_layer + len(self.kv_specs))
+        keys, values = self.pool.k[layers], self.pool.v[layers]
+        if self._compiled is not None and is_fast(keys[0], self.model.config.head_dim, size):
+            return self._compiled(self.model.embed(ids), at, plan, keys, values)[0]
+
         def attend_in(layer: int) -> Attend:
             k_pool, v_pool = self._layer(layer)
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                # The block's own KV lies where `observe` will write the committed rows': beyond the valid
-                # length, so nobody else reads it.
                 store_kv(k, v, k_pool, v_pool, plan)
                 return paged_attention(q, k_pool, v_pool, plan, q.shape[-1] ** -0.5)
 
             return attend
 
-        ids, at = torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
         return self.model.run_blocks(ids, at, attend_in)
 
 

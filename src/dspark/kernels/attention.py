@@ -21,6 +21,7 @@ from dspark.target.base import ForwardBatch
 
 __all__ = [
     "AttentionPlan",
+    "check_pool",
     "is_fast",
     "paged_attention",
     "paged_attention_reference",
@@ -112,7 +113,7 @@ def store_kv(
         v_pool: [num_blocks, kv_heads, block_size, head_dim].
     """
     if is_fast(k_pool, k.shape[-1], plan.block_size) and k.dtype == torch.float32:
-        _check_pool(k_pool, v_pool, plan)
+        check_pool(k_pool, v_pool, plan)
         fast.store(k, v, k_pool, v_pool, plan.work)
     else:
         store_kv_reference(k, v, k_pool, v_pool, plan)
@@ -151,7 +152,7 @@ def paged_attention(
         [N, heads, head_dim], dtype of `q`.
     """
     if is_fast(k_pool, q.shape[-1], plan.block_size) and q.dtype == torch.float32:
-        _check_pool(k_pool, v_pool, plan)
+        check_pool(k_pool, v_pool, plan)
         return fast.attend(q, k_pool, v_pool, plan.work, scale, window)
     return paged_attention_reference(q, k_pool, v_pool, plan, scale, window)
 
@@ -191,7 +192,7 @@ def paged_attention_reference(
     return out
 
 
-def _check_pool(k_pool: torch.Tensor, v_pool: torch.Tensor, plan: AttentionPlan) -> None:
+def check_pool(k_pool: torch.Tensor, v_pool: torch.Tensor, plan: AttentionPlan) -> None:
     """The compiled path trusts its indices: they must lie inside the pool."""
     assert k_pool.is_contiguous(), "pool layers are contiguous"
     assert v_pool.is_contiguous(), "pool layers are contiguous"

@@ -18,7 +18,17 @@ from dspark.kernels.simd import (
     softmax_strip,
 )
 
-__all__ = ["CALL", "CALL_TYPE", "CHUNK", "STRIP", "TILE_ROWS", "attend_worker", "store_worker"]
+__all__ = [
+    "CALL",
+    "CALL_TYPE",
+    "CHUNK",
+    "STRIP",
+    "TILE_ROWS",
+    "attend_unit",
+    "attend_worker",
+    "attention_scratch",
+    "store_worker",
+]
 
 TILE_ROWS = 16
 VECTORS = 4
@@ -196,15 +206,11 @@ def _attend_item(call, item, kv_head, scratch, running):
             _finish(call, item[1] + m // group, head, running_acc[m * dim :], running_stats[2 * m + 1])
 
 
-def attend_worker(pointer_to_call):
-    """Draw units of work until there are none. Any number of workers may run it on the same call."""
-    call = carray(pointer_to_call, 1)[0]
-    kv_heads = call.kv_heads
-    size = TILE_ROWS * (call.heads // kv_heads)
-    unit = fetch_add(call.next_unit, 1)
-    if unit >= call.num_units:
-        return
-    scratch = (
+@njit
+def attention_scratch(call):
+    """A worker's memory for `attend_unit`."""
+    size = TILE_ROWS * (call.heads // call.kv_heads)
+    strip = (
         np.empty(size * call.head_dim, np.float32),  # queries
         np.empty(6 * STRIP, np.float32),  # scores, then probabilities
         np.empty(size * 32, np.float32),  # a query's peak (1 of 16 floats) and partial masses (16)
@@ -214,15 +220,31 @@ def attend_worker(pointer_to_call):
         np.empty(size, np.int64),  # end of the visible positions
     )
     running = (np.empty(size * call.head_dim, np.float32), np.empty(size * 2, np.float32))
+    return strip, running
+
+
+@njit
+def attend_unit(call, unit, scratch, running):
+    """Unit `unit` of `num_units`: one item for one KV head. Whoever ends a tile merges its chunks."""
+    number, kv_head = unit // call.kv_heads, unit % call.kv_heads
+    item = _integers(call.items + 64 * number, 8)
+    _attend_item(call, item, kv_head, scratch, running)
+    if item[4] - item[3] < item[5]:
+        counter = call.finished + 8 * (item[7] * call.kv_heads + kv_head)
+        if fetch_add(counter, 1) == item[5] - 1:
+            _merge_tile(call, item, kv_head, running[0], running[1])
+            _integers(counter, 1)[0] = 0
+
+
+def attend_worker(pointer_to_call):
+    """Draw units of work until there are none. Any number of workers may run it on the same call."""
+    call = carray(pointer_to_call, 1)[0]
+    unit = fetch_add(call.next_unit, 1)
+    if unit >= call.num_units:
+        return
+    scratch, running = attention_scratch(call)
     while unit < call.num_units:
-        number, kv_head = unit // kv_heads, unit % kv_heads
-        item = _integers(call.items + 64 * number, 8)
-        _attend_item(call, item, kv_head, scratch, running)
-        if item[4] - item[3] < item[5]:
-            counter = call.finished + 8 * (item[7] * kv_heads + kv_head)
-            if fetch_add(counter, 1) == item[5] - 1:
-                _merge_tile(call, item, kv_head, running[0], running[1])
-                _integers(counter, 1)[0] = 0
+        attend_unit(call, unit, scratch, running)
         unit = fetch_add(call.next_unit, 1)
 
 

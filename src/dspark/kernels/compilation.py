@@ -10,7 +10,7 @@ import llvmlite.binding
 import numba
 
 from dspark.cache import cache_directory
-from dspark.kernels import attention_cpu, lowbit
+from dspark.kernels import attention_cpu, layers, lowbit
 
 __all__ = ["compile_kernels"]
 
@@ -18,14 +18,15 @@ __all__ = ["compile_kernels"]
 def compile_kernels(report: Callable[[str], None] = lambda message: None) -> None:
     """Compile all kernels, or load them from Numba's cache (0.3 s); idempotent within a process.
 
-    `report` gets a line before the one compilation of about 15 s that a new version or processor needs.
+    `report` gets a line before the one compilation of about 30 s that a new version or processor needs.
     """
     marker = cache_directory() / f"kernels-{_key()}"
     if not marker.exists():
-        report("compiling the CPU kernels, once (about 15 s) ...")
+        report("compiling the CPU kernels, once (about 30 s) ...")
     attention_cpu.compile_workers()
     if lowbit.supports():
         lowbit.compile_worker()
+        layers.compile_worker()
     if not marker.exists():
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()

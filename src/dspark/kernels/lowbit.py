@@ -188,9 +188,13 @@ class _Call(ctypes.Structure):
     @staticmethod
     def of(packed: torch.Tensor, bits: int) -> bytes:
         """What is the same in all calls with weights `packed`."""
-        tiles, blocks, record_bytes = packed.shape
-        fields = {"records": packed.data_ptr(), "tiles": tiles, "blocks": blocks, "bits": bits}
-        return bytes(_Call(record_bytes=record_bytes, out_step=tiles * TILE, **fields))
+        return bytes(_Call(**_fields(packed, bits)))
+
+
+def _fields(packed: torch.Tensor, bits: int) -> dict[str, int]:
+    tiles, blocks, record_bytes = packed.shape
+    fields = {"records": packed.data_ptr(), "tiles": tiles, "blocks": blocks, "bits": bits}
+    return {**fields, "record_bytes": record_bytes, "out_step": tiles * TILE}
 
 
 def compile_worker() -> None:
@@ -243,6 +247,11 @@ class LowBitLinear(nn.Module):
             compiled.work(argument)
         else:
             parallel()(compiled.address, argument, threads)
+
+    def call_fields(self) -> dict[str, int]:
+        """The `CALL` of this layer's product, but for rows and addresses of inputs and outputs."""
+        assert self.packed is not None
+        return _fields(self.packed, self.bits)
 
     def extra_repr(self) -> str:
         where = "packed" if self.packed is not None else "float32"

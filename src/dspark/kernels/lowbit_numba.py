@@ -23,7 +23,17 @@ from numba.extending import intrinsic
 
 from dspark.kernels.simd import LANES, fetch_add
 
-__all__ = ["BLOCK", "CALL", "CALL_TYPE", "RECORD_BYTES", "TILE", "lowbit_worker", "runs_here"]
+__all__ = [
+    "BLOCK",
+    "CALL",
+    "CALL_TYPE",
+    "RECORD_BYTES",
+    "SCRATCH",
+    "TILE",
+    "lowbit_worker",
+    "multiply_tile",
+    "runs_here",
+]
 
 BLOCK = 32  # inputs that share a scale
 TILE = 2 * LANES  # outputs
@@ -39,6 +49,7 @@ PIECE = 6  # blocks of a tile that fit the first-level cache in float32
 # From so many rows on a tile is dequantised once, into memory, instead of once for each group of rows.
 UNPACK_ROWS = 17 if _WIDE else 9
 FLOAT_ROWS_LEAST = 8 if _WIDE else 3  # the smallest of equal groups of UNPACK_ROWS or more rows
+SCRATCH = BLOCK * TILE * PIECE  # floats
 AHEAD = 16  # records to ask for in advance
 
 # `next_tile` is the address of the counter that workers share.
@@ -293,19 +304,25 @@ def _many_rows(bits, call, tile, w):
         _multiply_piece(call, tile, block, blocks, w)
 
 
+@njit
+def multiply_tile(call, tile, scratch):
+    """All rows of one tile. `scratch` holds SCRATCH floats from UNPACK_ROWS rows on."""
+    many = call.rows >= UNPACK_ROWS
+    if call.bits == 4 and many:
+        _many_rows(4, call, tile, scratch.ctypes.data)
+    elif call.bits == 4:
+        _few_rows(4, call, tile)
+    elif many:
+        _many_rows(8, call, tile, scratch.ctypes.data)
+    else:
+        _few_rows(8, call, tile)
+
+
 def lowbit_worker(pointer_to_call):
     """Draw tiles until there are none. Any number of workers may run it on the same call."""
     call = carray(pointer_to_call, 1)[0]
-    many = call.rows >= UNPACK_ROWS
-    scratch = np.empty(BLOCK * TILE * PIECE if many else 0, np.float32)
+    scratch = np.empty(SCRATCH if call.rows >= UNPACK_ROWS else 0, np.float32)
     tile = fetch_add(call.next_tile, 1)
     while tile < call.tiles:
-        if call.bits == 4 and many:
-            _many_rows(4, call, tile, scratch.ctypes.data)
-        elif call.bits == 4:
-            _few_rows(4, call, tile)
-        elif many:
-            _many_rows(8, call, tile, scratch.ctypes.data)
-        else:
-            _few_rows(8, call, tile)
+        multiply_tile(call, tile, scratch)
         tile = fetch_add(call.next_tile, 1)

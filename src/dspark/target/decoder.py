@@ -7,7 +7,7 @@ sequences without a cache (training features, reference).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.core import DSparkError
-from dspark.kernels.attention import AttentionPlan, paged_attention, store_kv
+from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
+from dspark.kernels.layers import CompiledLayers, LayerWeights
 from dspark.kernels.linear import pack_linears
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, gather_weights, supports
 from dspark.kv import KVPool
@@ -118,6 +119,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed.weight
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
         self._output_weight: Tensor = self.lm_head.weight.detach()
+        self._compiled: CompiledLayers | None = None
 
     @classmethod
     def from_weights(
@@ -151,6 +153,8 @@ class Decoder(nn.Module):
         self.to(device)
         self._output_weight = self._output_weight.to(device)
         pack_linears(self)
+        windows = [spec.window for spec in self.kv_specs]
+        self._compiled = compiled_layers(self.layers, self.norm, self.rotary, windows)
         return self
 
     @property
@@ -170,6 +174,12 @@ class Decoder(nn.Module):
     def forward(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...] = ()) -> TargetOutput:
         """One pass over ragged rows; see `Target.forward`."""
         plan = AttentionPlan.of(batch, pool.block_size)
+        if self._compiled is not None and is_fast(pool.k[0], self.config.head_dim, pool.block_size):
+            self._check_taps(taps)
+            x = self.embed(batch.token_ids)
+            x, features = self._compiled(x, batch.positions, plan, pool.k, pool.v, taps)
+            rows = x if batch.logit_rows is None else x[batch.logit_rows]
+            return TargetOutput(logits=self.lm_head(rows), taps=features if taps else None)
         scale = self.config.head_dim**-0.5
 
         def attend_in(layer: int) -> Attend:
@@ -212,8 +222,7 @@ class Decoder(nn.Module):
     def _run(
         self, token_ids: Tensor, positions: Tensor, attend_in: Callable[[int], Attend], taps: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        if taps and not (min(taps) >= -1 and max(taps) < len(self.layers)):
-            raise DSparkError(f"taps {taps} are outside this model's layers -1..{len(self.layers) - 1}")
+        self._check_taps(taps)
         x = self.embed(token_ids)
         rotary = self.rotary(positions, x.dtype)
         states = {-1: x}
@@ -222,6 +231,32 @@ class Decoder(nn.Module):
             if i in taps:
                 states[i] = x
         return x, [states[t] for t in taps]
+
+    def _check_taps(self, taps: tuple[int, ...]) -> None:
+        if taps and not (min(taps) >= -1 and max(taps) < len(self.layers)):
+            raise DSparkError(f"taps {taps} are outside this model's layers -1..{len(self.layers) - 1}")
+
+
+def compiled_layers(
+    layers: Iterable[nn.Module], norm: RMSNorm, rotary: Rotary, windows: Sequence[int | None]
+) -> CompiledLayers | None:
+    """The one-call form of layers whose products are all low-bit, or None where there is none for them."""
+    weights: list[LayerWeights] = []
+    decoder_layers = [layer for layer in layers if isinstance(layer, DecoderLayer)]
+    for layer, window in zip(decoder_layers, windows, strict=True):
+        qkv, o, gate_up, down = layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj
+        low_bit = isinstance(qkv, LowBitLinear) and isinstance(o, LowBitLinear)
+        if not (low_bit and isinstance(gate_up, LowBitLinear) and isinstance(down, LowBitLinear)):
+            return None
+        q_norm, k_norm = (None if n is None else n.weight for n in (layer.q_norm, layer.k_norm))
+        norms = layer.input_norm.weight, layer.post_norm.weight
+        weights.append(LayerWeights(norms[0], qkv, o, norms[1], gate_up, down, q_norm, k_norm, window))
+    first, eps = decoder_layers[0], norm.eps
+    assert eps is not None
+    shape = first.heads, first.kv_heads, first.head_dim
+    if not CompiledLayers.supports(weights, norm.weight, first.head_dim):
+        return None
+    return CompiledLayers(weights, norm.weight, rotary.cos, rotary.sin, shape, eps)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:

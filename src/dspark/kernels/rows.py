@@ -1,0 +1,116 @@
+"""Vector instructions on whole rows of floats: what a decoder layer does between its matrix products.
+
+Counts are multiples of `LANES`; addresses are integers (bytes); see `simd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from dspark.kernels.simd import FLOAT, I64, LANES, VECTOR, constant, exp2, fma, load, splat, store
+
+__all__ = ["add_rows", "rotate_row", "scale_row", "square_sum", "swiglu_row"]
+
+_LOG2_E = 1.4426950408889634
+
+
+@contextmanager
+def _each_vector(builder: Any, count: Any) -> Iterator[Any]:
+    """Loop over `count` floats a vector at a time; gives the number of its first float."""
+    with cgutils.for_range(builder, builder.sdiv(count, I64(LANES))) as loop:
+        yield builder.mul(loop.index, I64(LANES))
+
+
+@intrinsic
+def add_rows(typingctx: Any, x: Any, y: Any, out: Any, count: Any) -> Any:
+    """out = x + y."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, y, out, count = args
+        with _each_vector(builder, count) as at:
+            store(builder, builder.fadd(load(builder, x, at), load(builder, y, at)), out, at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def square_sum(typingctx: Any, x: Any, count: Any) -> Any:
+    """sum_i x[i]^2, lane by lane and then across the lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, count = args
+        sums = cgutils.alloca_once_value(builder, constant(0.0))
+        builder.store(constant(0.0), sums)
+        with _each_vector(builder, count) as at:
+            value = load(builder, x, at)
+            builder.store(fma(builder, value, value, builder.load(sums)), sums)
+        total, lanes = FLOAT(0.0), builder.load(sums)
+        for lane in range(LANES):
+            total = builder.fadd(total, builder.extract_element(lanes, ir.IntType(32)(lane)))
+        return total
+
+    return types.float32(*[types.int64] * 2), codegen
+
+
+@intrinsic
+def scale_row(typingctx: Any, x: Any, factor: Any, w: Any, out: Any, count: Any) -> Any:
+    """out = x factor w."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, factor, w, out, count = args
+        factor = splat(builder, factor)
+        with _each_vector(builder, count) as at:
+            scaled = builder.fmul(load(builder, x, at), factor)
+            store(builder, builder.fmul(scaled, load(builder, w, at)), out, at)
+        return context.get_dummy_value()
+
+    kinds = [types.int64, types.float32, types.int64, types.int64, types.int64]
+    return types.void(*kinds), codegen
+
+
+@intrinsic
+def rotate_row(typingctx: Any, x: Any, cos: Any, sin: Any, out: Any, half: Any) -> Any:
+    """Rotate one head by halves: out[i] = x[i] cos[i] - x[h + i] sin[i], out[h + i] = x[h + i] cos[i] + x[i] sin[i]."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, cos, sin, out, half = args
+        with _each_vector(builder, half) as at:
+            behind = builder.add(at, half)
+            first, second = load(builder, x, at), load(builder, x, behind)
+            c, s = load(builder, cos, at), load(builder, sin, at)
+            low = builder.fsub(builder.fmul(first, c), builder.fmul(second, s))
+            high = builder.fadd(builder.fmul(second, c), builder.fmul(first, s))
+            store(builder, low, out, at)
+            store(builder, high, out, behind)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def swiglu_row(typingctx: Any, gate: Any, up: Any, out: Any, count: Any) -> Any:
+    """out = gate sigmoid(gate) up, with e^-|gate| so that nothing overflows."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        gate, up, out, count = args
+        absolute = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.fabs.v{LANES}f32"
+        )
+        with _each_vector(builder, count) as at:
+            g = load(builder, gate, at)
+            power = exp2(builder, builder.fmul(builder.call(absolute, [g]), constant(-_LOG2_E)))
+            positive = builder.fcmp_ordered(">=", g, constant(0.0))
+            share = builder.select(positive, constant(1.0), power)
+            sigmoid = builder.fdiv(share, builder.fadd(constant(1.0), power))
+            value = builder.fmul(builder.fmul(g, sigmoid), load(builder, up, at))
+            store(builder, value, out, at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
