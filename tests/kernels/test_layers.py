@@ -1,5 +1,6 @@
 """All layers in one call: the same as layer by layer, and the same to the last bit however rows are grouped."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,7 +33,8 @@ class Stream:
     """Requests over one pool: feeds some tokens of each, and remembers what came out."""
 
     def __init__(self, model: Decoder, requests: int) -> None:
-        self.model, self.pool = model, KVPool(model.kv_specs, 8 * requests, BLOCK)
+        specs = (*model.kv_specs, model.kv_specs[0])  # a drafter's layer lies behind the target's
+        self.model, self.pool = model, KVPool(specs, 8 * requests, BLOCK)
         # Blocks of requests interleave: nothing may depend on their order.
         self.tables = np.arange(8 * requests).reshape(8, requests).T.copy()
         self.done = [0] * requests
@@ -90,7 +92,7 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch() -> None:
 
 
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dspark.kernels.layers.PARALLEL_WORK", 0)
+    monkeypatch.setattr("dspark.kernels.program.PARALLEL_WORK", 0)
     model, before = decoder(), torch.get_num_threads()
     try:
         outputs = []
@@ -119,7 +121,8 @@ def test_positions_beyond_the_rotary_table_are_caught() -> None:
     assert model._compiled is not None
     stream = Stream(model, 1)
     stream.done = [79]
-    model._compiled.cos = model._compiled.cos[:50]
+    rotation = model._compiled.rotation
+    model._compiled.rotation = dataclasses.replace(rotation, cos=rotation.cos[:50])
     with pytest.raises(AssertionError):
         stream.feed((1,))
 

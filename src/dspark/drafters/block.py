@@ -12,8 +12,10 @@ from dspark.core import Draft, Request
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.base import ObserveBatch, ProposeBatch
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
+from dspark.kernels.layers import CompiledContext
 from dspark.kernels.linear import pack_linear, pack_linears
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears, supports
+from dspark.kernels.program import Rotation
 from dspark.kv import KVPool
 from dspark.randomness import Purpose
 from dspark.sampling import probabilities, sample
@@ -55,6 +57,7 @@ class BlockDrafter:
         pack_linears(model)
         windows = [spec.window for spec in self.kv_specs]
         self._compiled = compiled_layers(model.layers, model.norm, model.rotary, windows)
+        self._compiled_context = compiled_context(model, self._context_kv)
         identity = torch.equal(model.vocab, torch.arange(config.vocab_size, device=model.vocab.device))
         self.vocab = None if identity else model.vocab
         self._pool: KVPool | None = None
@@ -72,11 +75,15 @@ class BlockDrafter:
     def observe(self, batch: ObserveBatch) -> None:
         assert batch.taps is not None
         plan = AttentionPlan.for_store(batch.slots, self.pool.block_size)
+        keys, values = self._layers()
+        if self._compiled_context is not None and is_fast(keys[0], keys[0].shape[2], plan.block_size):
+            self._compiled_context.store(batch.taps, batch.positions, plan, keys, values)
+            return
         projected = self._context_kv(self.model.context(batch.taps)).chunk(len(self.kv_specs), -1)
         rotary = self.model.rotary(batch.positions, projected[0].dtype)
         for i, kv in enumerate(projected):
             k, v = self.model.split_kv(i, kv, rotary)
-            store_kv(k, v, *self._layer(i), plan)
+            store_kv(k, v, keys[i], values[i], plan)
 
     @torch.inference_mode()
     def propose(self, batch: ProposeBatch) -> Draft:
@@ -92,9 +99,10 @@ class BlockDrafter:
     def forget(self, request: Request) -> None:
         """Nothing is kept outside the pool."""
 
-    def _layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        at = self._first_layer + layer
-        return self.pool.k[at], self.pool.v[at]
+    def _layers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the draft layers in the pool."""
+        layers = slice(self._first_layer, self._first_layer + len(self.kv_specs))
+        return self.pool.k[layers], self.pool.v[layers]
 
     def _backbone(self, batch: ProposeBatch, active: np.ndarray) -> Tensor:
         """One pass over the blocks of the active requests, side by side: h [sum(lengths), H]."""
@@ -122,13 +130,12 @@ class BlockDrafter:
         ids, at = torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
         # The block's own KV lies where `observe` will write the committed rows': beyond the valid length, so nobody
         # else reads it.
-        layers = slice(self._first_layer, self._first_layer + len(self.kv_specs))
-        keys, values = self.pool.k[layers], self.pool.v[layers]
+        keys, values = self._layers()
         if self._compiled is not None and is_fast(keys[0], self.model.config.head_dim, size):
             return self._compiled(self.model.embed(ids), at, plan, keys, values)[0]
 
         def attend_in(layer: int) -> Attend:
-            k_pool, v_pool = self._layer(layer)
+            k_pool, v_pool = keys[layer], values[layer]
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 store_kv(k, v, k_pool, v_pool, plan)
@@ -137,6 +144,23 @@ class BlockDrafter:
             return attend
 
         return self.model.run_blocks(ids, at, attend_in)
+
+
+def compiled_context(
+    model: BlockDrafterModel, context_kv: Callable[[Tensor], Tensor]
+) -> CompiledContext | None:
+    """The one-call form of `observe` where all its products are low-bit."""
+    fc, gain = model.fc, model.hidden_norm.weight
+    if not (isinstance(fc, LowBitLinear) and isinstance(context_kv, LowBitLinear)):
+        return None
+    layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+    if not CompiledContext.supports(fc, gain, context_kv, layers[0].head_dim):
+        return None
+    norms = [None if layer.k_norm is None else layer.k_norm.weight for layer in layers]
+    rotary = model.rotary
+    rotation = Rotation(0, layers[0].kv_heads, layers[0].head_dim, rotary.cos, rotary.sin)
+    assert model.hidden_norm.eps is not None
+    return CompiledContext(fc, gain, context_kv, norms, rotation, model.hidden_norm.eps)
 
 
 def can_quantise(weight: Tensor) -> bool:

@@ -10,7 +10,7 @@ import llvmlite.binding
 import numba
 
 from dspark.cache import cache_directory
-from dspark.kernels import attention_cpu, layers, lowbit
+from dspark.kernels import attention_cpu, lowbit, program
 
 __all__ = ["compile_kernels"]
 
@@ -26,7 +26,7 @@ def compile_kernels(report: Callable[[str], None] = lambda message: None) -> Non
     attention_cpu.compile_workers()
     if lowbit.supports():
         lowbit.compile_worker()
-        layers.compile_worker()
+        program.compile_worker()
     if not marker.exists():
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()

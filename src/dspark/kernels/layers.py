@@ -1,49 +1,28 @@
-"""All layers of a decoder in one call, for few rows on a CPU.
+"""Decoder layers, and a drafter's context projection, as programs: one call a pass, for few rows on a CPU.
 
-    layers = CompiledLayers([LayerWeights(...), ...], norm, rotary.cos, rotary.sin, eps)
-    normed, tapped = layers(x, positions, plan, keys, values, taps)
-
-Between the products of a layer lie a dozen small operations. Called one by one from Python they take as long as
-reading the weights. Here a pass is a list of steps (`layers_numba`) that is made once and run inside one
-parallel region. Products and attention are those of `lowbit` and `attention`, and like theirs a row's result is
-bitwise the same alone, in any batch and with any number of threads.
+layers = CompiledLayers([LayerWeights(...), ...], norm, rotation, eps)
+normed, tapped = layers(x, positions, plan, keys, values, taps)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
 from torch import Tensor
 
 from dspark.kernels.attention import AttentionPlan, check_pool
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
-from dspark.kernels.layers_numba import (
-    ATTEND,
-    NORM,
-    PASS,
-    PASS_TYPE,
-    PRODUCT,
-    ROTARY,
-    STEP,
-    SWIGLU,
-    layers_worker,
-)
 from dspark.kernels.lowbit import LowBitLinear
-from dspark.kernels.lowbit_numba import CALL as PRODUCT_CALL
-from dspark.kernels.lowbit_numba import TILE
-from dspark.kernels.parallel import WORKER, parallel
+from dspark.kernels.program import Program, Rotation, Step, attend, norm, product, rotate, swiglu, width
+from dspark.kernels.program_numba import NORM
 from dspark.kernels.simd import LANES
 
-__all__ = ["CompiledLayers", "LayerWeights", "compile_worker"]
+__all__ = ["CompiledContext", "CompiledLayers", "LayerWeights"]
 
-PARALLEL_WORK = 1_000_000  # weights x rows below which waking workers costs more than it saves
-COUNTER_STEP = 8  # int64 from one step's counters to the next: a cache line
+UNLIMITED = 2**62  # a window that hides nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,60 +44,27 @@ class LayerWeights:
         return self.qkv, self.o, self.gate_up, self.down
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """The worker's machine code and its address. `keep` owns that code."""
-
-    work: Any
-    address: int
-    keep: Any
-
-    @staticmethod
-    @cache
-    def load() -> _Compiled:
-        """Compile (seconds), or read from Numba's cache on disk (tens of milliseconds)."""
-        worker = cfunc(types.void(types.CPointer(PASS_TYPE)), cache=True)(layers_worker)
-        address = int(worker.address or 0)
-        return _Compiled(WORKER(address), address, worker)
-
-
-def compile_worker() -> None:
-    """Compile now rather than at the first call."""
-    _Compiled.load()
-
-
 class CompiledLayers:
     """Decoder layers with low-bit weights and the norm behind them.
 
     Args:
         layers: of one shape.
         norm: gain of the final RMSNorm [H].
-        cos, sin: rotary tables [max_context, head_dim / 2].
-        heads, kv_heads, head_dim: of every layer.
+        rotation: heads of every layer, and the rotary tables.
         eps: of every norm.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[LayerWeights],
-        norm: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        heads: tuple[int, int, int],
-        eps: float,
-    ) -> None:
-        assert self.supports(layers, norm, heads[2])
-        self.layers, self.norm, self.cos, self.sin, self.eps = tuple(layers), norm, cos, sin, eps
-        self.heads, self.kv_heads, self.head_dim = heads
-        self.hidden_size = len(norm)
-        self.num_weights = sum(p.in_features * p.out_features for layer in layers for p in layer.products)
+    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, rotation: Rotation, eps: float) -> None:
+        assert self.supports(layers, norm, rotation.head_dim)
+        self.layers, self.norm, self.rotation, self.eps = tuple(layers), norm, rotation, eps
+        self.windows = [UNLIMITED if w.window is None else w.window for w in layers]
         self._bound: _Bound | None = None
 
     @staticmethod
     def supports(layers: Sequence[LayerWeights], norm: Tensor, head_dim: int) -> bool:
         """Whether all products are packed and all rows fill whole vectors."""
         sizes = [len(norm), head_dim // 2, *(layer.down.in_features for layer in layers)]
-        packed = all(product.packed is not None for layer in layers for product in layer.products)
+        packed = all(p.packed is not None for layer in layers for p in layer.products)
         unbiased = all(p.bias is None for layer in layers for p in layer.products[1:])
         kind = norm.dtype == torch.float32 and norm.device.type == "cpu"
         return packed and unbiased and kind and all(size % LANES == 0 for size in sizes)
@@ -143,23 +89,14 @@ class CompiledLayers:
         """
         rows, bound = len(x), self._bound
         if bound is None or not bound.fits(rows, keys, taps):
-            capacity = max(16, 1 << (rows - 1).bit_length())
-            bound = self._bound = _Bound(self, capacity, keys, values, taps)
+            bound = self._bound = _Bound(self, _capacity(rows), keys, values, taps)
         check_pool(keys[0], values[0], plan)
-        assert int(positions.max()) < len(self.cos)
-        normed = torch.empty_like(x)
-        tapped = torch.empty(rows, len(taps) * self.hidden_size)
-        shared = bound.prepare(x, positions.contiguous(), plan, normed, tapped)
-        threads, compiled = torch.get_num_threads(), _Compiled.load()
-        if threads == 1 or rows * self.num_weights < PARALLEL_WORK:
-            compiled.work(shared.ctypes.data)
-        else:
-            parallel()(compiled.address, shared.ctypes.data, threads)
-        return normed, tapped
+        assert rows == 0 or int(positions.max()) < len(self.rotation.cos)
+        return bound.run(x, positions.contiguous(), plan)
 
 
 class _Bound:
-    """The steps over one pool and one set of taps, with memory for `capacity` rows."""
+    """The program over one pool and one set of taps, with memory for `capacity` rows."""
 
     def __init__(
         self,
@@ -170,141 +107,126 @@ class _Bound:
         taps: tuple[int, ...],
     ) -> None:
         self.layers, self.capacity, self.keys, self.values, self.taps = layers, capacity, keys, values, taps
-        first = layers.layers[0]
-        heads = layers.heads * layers.head_dim
-        sizes = {
-            "normed": layers.hidden_size,
-            "qkv": _padded(first.qkv),
-            "q": heads,
-            "mixed": heads,
-            "out": _padded(first.o),
-            "gates": _padded(first.gate_up),
-            "gated": first.down.in_features,
-        }
-        self.buffers = {name: torch.empty(capacity, size) for name, size in sizes.items()}
-        count = len(layers.layers)
-        self.products = np.zeros(4 * count, dtype=PRODUCT_CALL)
-        self.attention = np.zeros(count, dtype=ATTENTION_CALL)
-        steps: list[dict[str, Any]] = []
-        for i, layer in enumerate(layers.layers):
-            steps += self._layer_steps(i, layer)
-        steps.append(self._norm(layers.norm, "out", ""))
-        self.steps = np.zeros(len(steps), dtype=STEP)
-        for record, fields in zip(self.steps, steps, strict=True):
-            for name, value in fields.items():
-                record[name] = value
-        self.counters = np.zeros((len(steps), COUNTER_STEP), dtype=np.int64)
-        self.steps["next_unit"] = self.counters.ctypes.data + 8 * COUNTER_STEP * np.arange(len(steps))
-        self.steps["finished"] = self.steps["next_unit"] + 8
-        self.shared = np.zeros(1, dtype=PASS)
-        self.shared["steps"], self.shared["num_steps"] = self.steps.ctypes.data, len(steps)
-        self.shared["attention"] = self.attention.ctypes.data
-        self.shared["cos"], self.shared["sin"] = layers.cos.data_ptr(), layers.sin.data_ptr()
-        self.kinds = {kind: self.steps["kind"] == kind for kind in (NORM, ROTARY, ATTEND, SWIGLU)}
-        self.entries = np.flatnonzero(self.kinds[NORM])[::2]  # norms where layers begin, and the last
+        first, shape = layers.layers[0], layers.rotation
+        size, heads = len(layers.norm), shape.heads * shape.head_dim
+        self.normed, self.out = torch.empty(capacity, size), torch.empty(capacity, width(first.o))
+        self.qkv, self.gates = (torch.empty(capacity, width(p)) for p in (first.qkv, first.gate_up))
+        self.q, self.mixed = torch.empty(2, capacity, heads)
+        self.gated = torch.empty(capacity, first.down.in_features)
+        self.attention = np.zeros(len(layers.layers), dtype=ATTENTION_CALL)
+        steps = [step for i, layer in enumerate(layers.layers) for step in self._steps(i, layer)]
+        self.program = Program([*steps, norm(layers.norm, layers.eps, None, add=self.out)], shape)
+        self.norms = self.program.of_kind(NORM)
+        self.entries = self.norms[::2]  # where layers begin, and the last
+
+    def _steps(self, i: int, layer: LayerWeights) -> list[Step]:
+        eps, heads = self.layers.eps, self.layers.rotation
+        q_and_k = (layer.q_norm, layer.k_norm)
+        return [
+            norm(layer.input_norm, eps, self.normed, add=self.out if i else None),
+            product(layer.qkv, self.normed, self.qkv),
+            rotate(self.qkv, 0, heads, self.keys[i], self.values[i], self.q, layer.qkv.bias, q_and_k, eps),
+            attend(self.attention[i : i + 1]),
+            product(layer.o, self.mixed, self.out),
+            norm(layer.post_norm, eps, self.normed, add=self.out),
+            product(layer.gate_up, self.normed, self.gates),
+            swiglu(self.gates, self.gated),
+            product(layer.down, self.gated, self.out),
+        ]
 
     def fits(self, rows: int, keys: Sequence[Tensor], taps: tuple[int, ...]) -> bool:
         return rows <= self.capacity and taps == self.taps and keys[0].data_ptr() == self.keys[0].data_ptr()
 
-    def prepare(
-        self, x: Tensor, positions: Tensor, plan: AttentionPlan, normed: Tensor, tapped: Tensor
-    ) -> np.ndarray:
-        """Set what differs from pass to pass; returns the pass. Its tensors have to outlive the call."""
-        rows, layers, steps, work = len(x), self.layers, self.steps, plan.work
-        work.bind(layers.heads, layers.kv_heads, layers.head_dim)
-        self.counters[:] = 0
-        self.products["rows"] = rows
-        self.attention[:] = work.call[0]
-        attention = self.attention
-        attention["q"], attention["out"] = self._address("q"), self._address("mixed")
-        attention["k"] = [t.data_ptr() for t in self.keys]
-        attention["v"] = [t.data_ptr() for t in self.values]
-        attention["window"] = [2**62 if w.window is None else w.window for w in layers.layers]
-        attention["scale"] = layers.head_dim**-0.5
-        for kind, units in (
-            (NORM, rows),
-            (ROTARY, rows * (layers.heads + 2 * layers.kv_heads)),
-            (ATTEND, attention["num_units"][0]),
-            (SWIGLU, rows),
-        ):
-            steps["units"][self.kinds[kind]] = units
-        steps["x"][self.kinds[NORM]] = x.data_ptr()
+    def run(self, x: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        layers, shape, work, size = self.layers, self.layers.rotation, plan.work, x.shape[1]
+        work.bind(shape.heads, shape.kv_heads, shape.head_dim)
+        calls = self.attention
+        calls[:] = work.call[0]
+        calls["q"], calls["out"] = self.q.data_ptr(), self.mixed.data_ptr()
+        calls["k"], calls["v"] = ([t.data_ptr() for t in side] for side in (self.keys, self.values))
+        calls["window"], calls["scale"] = layers.windows, shape.head_dim**-0.5
+        normed, tapped = torch.empty_like(x), torch.empty(len(x), len(self.taps) * size)
+        steps = self.program.steps
+        steps["x"][self.norms] = x.data_ptr()
         steps["out"][-1] = normed.data_ptr()
-        hidden = layers.hidden_size
         for column, layer in enumerate(self.taps):
-            steps["tap"][self.entries[layer + 1]] = tapped.data_ptr() + 4 * hidden * column
-        steps["tap_step"] = hidden * len(self.taps)
-        shared = self.shared
-        shared["positions"], shared["slots"] = positions.data_ptr(), work.call["slots"][0]
-        return shared
+            steps["tap"][self.entries[layer + 1]] = tapped.data_ptr() + 4 * size * column
+        steps["tap_step"] = size * len(self.taps)
+        self.program.run(len(x), positions, plan.slots.contiguous(), int(work.call["num_units"][0]))
+        return normed, tapped
 
-    def _address(self, buffer: str) -> int:
-        return self.buffers[buffer].data_ptr()
 
-    def _layer_steps(self, i: int, layer: LayerWeights) -> list[dict[str, Any]]:
-        layers, qkv, gates = self.layers, self.buffers["qkv"], self.buffers["gates"]
-        rotary = {
-            "kind": ROTARY,
-            "x": qkv.data_ptr(),
-            "x_step": qkv.shape[1],
-            "y": _address_of(layer.qkv.bias),
-            "out": self._address("q"),
-            "q_norm": _address_of(layer.q_norm),
-            "k_norm": _address_of(layer.k_norm),
-            "k_pool": self.keys[i].data_ptr(),
-            "v_pool": self.values[i].data_ptr(),
-            "heads": layers.heads,
-            "kv_heads": layers.kv_heads,
-            "head_dim": layers.head_dim,
-            "block_size": self.keys[i].shape[-1],
-            "eps": layers.eps,
-        }
-        swiglu = {
-            "kind": SWIGLU,
-            "x": gates.data_ptr(),
-            "x_step": gates.shape[1],
-            "out": self._address("gated"),
-            "out_step": layer.down.in_features,
-            "size": layer.down.in_features,
-        }
-        call = self.attention.ctypes.data + i * ATTENTION_CALL.itemsize
-        return [
-            self._norm(layer.input_norm, "out" if i else "", "normed"),
-            self._product(4 * i, layer.qkv, "normed", "qkv"),
-            rotary,
-            {"kind": ATTEND, "call": call},
-            self._product(4 * i + 1, layer.o, "mixed", "out"),
-            self._norm(layer.post_norm, "out", "normed"),
-            self._product(4 * i + 2, layer.gate_up, "normed", "gates"),
-            swiglu,
-            self._product(4 * i + 3, layer.down, "gated", "out"),
+class CompiledContext:
+    """A drafter's context (eqs. 2-3): RMSNorm(W_c taps), and its keys and values for every draft layer.
+
+    Args:
+        fc: W_c. norm: gain of the context's norm. kv: keys and values of all draft layers, side by side.
+        k_norms: each layer's norm of keys, or None.
+        rotation: no query heads.
+    """
+
+    def __init__(
+        self,
+        fc: LowBitLinear,
+        norm: Tensor,
+        kv: LowBitLinear,
+        k_norms: Sequence[Tensor | None],
+        rotation: Rotation,
+        eps: float,
+    ) -> None:
+        self.fc, self.norm, self.kv, self.k_norms, self.rotation, self.eps = (
+            fc,
+            norm,
+            kv,
+            k_norms,
+            rotation,
+            eps,
+        )
+        self._capacity = 0
+        self._first_key = 0
+        self._program: Program | None = None
+        self._memory: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def supports(fc: LowBitLinear, norm: Tensor, kv: LowBitLinear, head_dim: int) -> bool:
+        packed = fc.packed is not None and kv.packed is not None and fc.bias is None and kv.bias is None
+        return (
+            packed and norm.dtype == torch.float32 and len(norm) % LANES == 0 and head_dim // 2 % LANES == 0
+        )
+
+    def store(
+        self,
+        taps: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> None:
+        """Write the keys and values of rows `taps` [N, m * H] to `plan.slots`."""
+        rows = len(taps)
+        if self._program is None or rows > self._capacity or keys[0].data_ptr() != self._first_key:
+            self._bind(_capacity(rows), keys, values)
+        assert self._program is not None
+        check_pool(keys[0], values[0], plan)
+        assert rows == 0 or int(positions.max()) < len(self.rotation.cos)
+        self._memory[0][:rows] = taps
+        self._program.run(rows, positions.contiguous(), plan.slots.contiguous())
+
+    def _bind(self, capacity: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        sizes = (self.fc.in_features, width(self.fc), len(self.norm), width(self.kv))
+        taps, fused, context, kv = self._memory = tuple(torch.empty(capacity, size) for size in sizes)
+        shape = self.rotation
+        steps = [
+            product(self.fc, taps, fused),
+            norm(self.norm, self.eps, context, fused),
+            product(self.kv, context, kv),
         ]
-
-    def _norm(self, weight: Tensor, add: str, out: str) -> dict[str, Any]:
-        """x += `add`, `out` = RMSNorm(x). x, and the last step's out, are the pass's own."""
-        return {
-            "kind": NORM,
-            "y": self._address(add) if add else 0,
-            "out_step": self.buffers["out"].shape[1],
-            "x_step": self.layers.hidden_size,
-            "out": self._address(out) if out else 0,
-            "weight": weight.data_ptr(),
-            "size": self.layers.hidden_size,
-            "eps": self.layers.eps,
-        }
-
-    def _product(self, number: int, product: LowBitLinear, x: str, out: str) -> dict[str, Any]:
-        call = self.products[number : number + 1]
-        for name, value in product.call_fields().items():
-            call[name] = value
-        call["x"], call["out"] = self._address(x), self._address(out)
-        return {"kind": PRODUCT, "call": call.ctypes.data, "units": call["tiles"][0]}
+        for i, k_norm in enumerate(self.k_norms):
+            column = i * 2 * shape.kv_heads * shape.head_dim
+            steps.append(rotate(kv, column, shape, keys[i], values[i], norms=(None, k_norm), eps=self.eps))
+        self._program, self._capacity, self._first_key = Program(steps, shape), capacity, keys[0].data_ptr()
 
 
-def _padded(product: LowBitLinear) -> int:
-    """Outputs of a product with those that fill its last tile."""
-    return -(-product.out_features // TILE) * TILE
-
-
-def _address_of(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _capacity(rows: int) -> int:
+    """Room for `rows` rows and some more, so that it is seldom made anew."""
+    return max(16, 1 << (rows - 1).bit_length())

@@ -19,6 +19,7 @@ from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, st
 from dspark.kernels.layers import CompiledLayers, LayerWeights
 from dspark.kernels.linear import pack_linears
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, gather_weights, supports
+from dspark.kernels.program import Rotation
 from dspark.kv import KVPool
 from dspark.target.base import ForwardBatch, TargetOutput
 from dspark.target.blocks import check_blocks, fuse_blocks
@@ -177,7 +178,8 @@ class Decoder(nn.Module):
         if self._compiled is not None and is_fast(pool.k[0], self.config.head_dim, pool.block_size):
             self._check_taps(taps)
             x = self.embed(batch.token_ids)
-            x, features = self._compiled(x, batch.positions, plan, pool.k, pool.v, taps)
+            keys, values = pool.k[: len(self.layers)], pool.v[: len(self.layers)]  # a drafter's lie behind
+            x, features = self._compiled(x, batch.positions, plan, keys, values, taps)
             rows = x if batch.logit_rows is None else x[batch.logit_rows]
             return TargetOutput(logits=self.lm_head(rows), taps=features if taps else None)
         scale = self.config.head_dim**-0.5
@@ -253,10 +255,10 @@ def compiled_layers(
         weights.append(LayerWeights(norms[0], qkv, o, norms[1], gate_up, down, q_norm, k_norm, window))
     first, eps = decoder_layers[0], norm.eps
     assert eps is not None
-    shape = first.heads, first.kv_heads, first.head_dim
     if not CompiledLayers.supports(weights, norm.weight, first.head_dim):
         return None
-    return CompiledLayers(weights, norm.weight, rotary.cos, rotary.sin, shape, eps)
+    rotation = Rotation(first.heads, first.kv_heads, first.head_dim, rotary.cos, rotary.sin)
+    return CompiledLayers(weights, norm.weight, rotation, eps)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:

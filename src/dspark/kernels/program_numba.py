@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The compiled kernel behind `layers`: a pass through decoder layers as a list of steps.
+"""The compiled kernel behind `program`: a pass through decoder layers as a list of steps.
 
 A step is cut into units that any worker may draw (a row, a tile of outputs, a piece of attention). A worker goes
 on to the next step when all units of this one are done, not when all workers are there: one that the system has
@@ -16,7 +16,7 @@ from dspark.kernels.lowbit_numba import SCRATCH, multiply_tile
 from dspark.kernels.rows import add_rows, rotate_row, scale_row, square_sum, swiglu_row
 from dspark.kernels.simd import fetch_add, pointer, record_pointer, wait_for
 
-__all__ = ["ATTEND", "NORM", "PASS", "PASS_TYPE", "PRODUCT", "ROTARY", "STEP", "SWIGLU", "layers_worker"]
+__all__ = ["ATTEND", "NORM", "PASS", "PASS_TYPE", "PRODUCT", "ROTARY", "STEP", "SWIGLU", "program_worker"]
 
 NORM, PRODUCT, ROTARY, ATTEND, SWIGLU = range(5)
 
@@ -118,7 +118,7 @@ def _unit(shared, step, unit, product_scratch, scratch, running):
         _swiglu(step, unit)
 
 
-def layers_worker(pointer_to_pass):
+def program_worker(pointer_to_pass):
     """Do all steps of a pass, in order. Any number of workers may run it on the same pass."""
     shared = carray(pointer_to_pass, 1)[0]
     product_scratch = np.empty(SCRATCH, np.float32)
