@@ -2,6 +2,11 @@
 
 Pure functions of tensors on one device: no host synchronisation, randomness passed in. Request r owns
 target rows row_start[r] .. row_start[r] + lengths[r]: slot k's row scores draft k, the last row the bonus.
+
+| rule | a draft is accepted | probability at the first slot | output at a seed |
+|---|---|---|---|
+| ratio | with probability min(1, p_t / p_d) | sum min(p_t, p_d) | depends on drafter, schedule, batch |
+| shared noise | where it is the target's own draw | `shared_noise_acceptance` | a function of seed and prompt alone |
 """
 
 from __future__ import annotations
@@ -10,18 +15,83 @@ import numpy as np
 import torch
 
 from dspark.core import Verdict
+from dspark.randomness import Purpose, uniform
 from dspark.sampling import sample
+from dspark.schedule.names import ACCEPTANCE_RULES, AcceptanceRule
 
-__all__ = ["greedy_rule", "ratio_rule", "tolerates_live"]
+__all__ = [
+    "ACCEPTANCE_RULES",
+    "AcceptanceRule",
+    "greedy_rule",
+    "ratio_acceptance",
+    "ratio_rule",
+    "shared_noise_acceptance",
+    "shared_noise_choice",
+    "token_noise",
+    "tolerates_live",
+]
+
+_NO_ROUND = -1  # rounds count from 0, so this address belongs to no draw of the ratio rule
+_NOISE_ROWS = 8  # rows of noise made at once: the temporaries of a whole vocabulary are large
 
 
-def tolerates_live(greedy: np.ndarray, one_hot_proposals: bool) -> np.ndarray:
+def tolerates_live(greedy: np.ndarray, one_hot_proposals: bool, rule: AcceptanceRule = "ratio") -> np.ndarray:
     """Which rows stay exact when the schedule looks at the block it schedules, [R] bool.
 
     Rows at temperature 0 do: they emit the target's argmax whatever was drafted. So do all rows where the
-    proposals are deterministic and scored as one-hot p_d: looking at them reveals nothing random.
+    proposals are deterministic and scored as one-hot p_d: looking at them reveals nothing random. And so do
+    all rows under the shared-noise rule: they emit the target's own draw whatever was drafted.
     """
-    return np.asarray(greedy, dtype=bool) | one_hot_proposals
+    return np.asarray(greedy, dtype=bool) | one_hot_proposals | (rule == "shared_noise")
+
+
+def token_noise(seed: torch.Tensor, position: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Exponential noise [n, V] float64, above 0: a pure function of (seed, position, target token id).
+
+    argmin_v E(v) / p(v) is a draw from p, since -log E is Gumbel noise: it is argmax_v log p(v) + g(v). Draft and
+    target meet the same noise at a position, so the closer p_d is to p_t, the oftener they draw the same token.
+
+    Args:
+        seed: [n] int64 of the requests.
+        position: [n] int64, absolute position of the token that is drawn.
+        token_ids: [V] int64 *target* ids; a pruned draft vocabulary asks for its own.
+    """
+    none = torch.full_like(seed, _NO_ROUND)[:, None]
+    u = uniform(seed[:, None], position[:, None], none, token_ids, Purpose.DRAFT)
+    return u.clamp_(min=2.0**-54).log_().neg_()
+
+
+def shared_noise_choice(p: torch.Tensor, seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """The token [n] that each row's noise draws from p [n, V]; greedy rows are one-hot and draw their argmax.
+
+    What the shared-noise rule (Daliri, Musco, Suresh 2024) commits at a position. A draft is accepted where it is
+    this token: hand the choice to `greedy_rule`.
+    """
+    ids = torch.arange(p.shape[1], device=p.device)
+    chosen = []
+    for part, s, at in zip(*(x.split(_NOISE_ROWS) for x in (p, seed, position)), strict=True):
+        chosen.append((part.double() / token_noise(s, at, ids)).argmax(-1))
+    return torch.cat(chosen) if chosen else seed.new_zeros(0)
+
+
+def ratio_acceptance(p_target: torch.Tensor, p_draft: torch.Tensor) -> torch.Tensor:
+    """Probability that the ratio rule accepts a draft: sum_v min(p_t(v), p_d(v)), eq. (8). [..., V] -> [...]."""
+    return torch.minimum(p_target, p_draft).sum(-1)
+
+
+def shared_noise_acceptance(p_target: torch.Tensor, p_draft: torch.Tensor) -> torch.Tensor:
+    """Probability that the shared-noise rule accepts a draft. [..., V] -> [...].
+
+    sum_v 1 / sum_w max(p_t(w) / p_t(v), p_d(w) / p_d(v)): at least (1 - TV) / (1 + TV), at most `ratio_acceptance`.
+    In order of falling p_t / p_d the first kind of term is the larger one up to v, the second behind v, so that two
+    running sums give all V^2 terms.
+    """
+    p, q = p_target.double(), p_draft.double()
+    order = (p / q).nan_to_num(nan=0.0, posinf=float("inf")).argsort(-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    up_to, behind = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
+    wins = 1 / (up_to / p + behind.clamp(min=0) / q)
+    return wins.masked_fill((p == 0) | (q == 0), 0).sum(-1)
 
 
 def ratio_rule(
@@ -84,12 +154,14 @@ def ratio_rule(
 def greedy_rule(
     draft_tokens: torch.Tensor, lengths: torch.Tensor, target_tokens: torch.Tensor, row_start: torch.Tensor
 ) -> Verdict:
-    """The ratio rule's limit at temperature 0: accept while the draft is the target's argmax.
+    """Accept while the draft is the token that the target chose by itself.
+
+    At temperature 0 that is its argmax (the ratio rule's limit); under the shared-noise rule its draw.
 
     Args:
         draft_tokens: [R, g] int64.
         lengths: [R] int64, 0..g.
-        target_tokens: [N] int64, argmax of each target row.
+        target_tokens: [N] int64, the choice at each target row.
         row_start: [R] int64, the target row of each request's slot 0.
     """
     R, g = draft_tokens.shape

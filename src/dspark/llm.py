@@ -14,6 +14,10 @@ from dspark.drafters.registry import build_drafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.kernels.compilation import compile_kernels
+from dspark.profile import ensure_profile, fingerprint, read_cost_table
+from dspark.schedule.cost import CostModel
+from dspark.schedule.settings import ScheduleSettings, build_policy, split_config
+from dspark.schedule.survival import Calibrate
 from dspark.target.load import load_target
 
 __all__ = ["LLM", "Prompt"]
@@ -33,10 +37,13 @@ class LLM:
 
     Args:
         model: a known name, a Hugging Face directory, or a .gguf file.
-        speculative_config: vLLM's keys: method (none, ngram, dspark, dflash), model, num_speculative_tokens,
-            prompt_lookup_max, prompt_lookup_min. None decodes plainly.
+        speculative_config: vLLM's keys: method (none, ngram, dspark, dflash, ...), model, num_speculative_tokens,
+            prompt_lookup_max, prompt_lookup_min; and policy, threshold, acceptance, cost_table, calibration, see
+            `ScheduleSettings`. None decodes plainly. A policy that needs prices measures them the first time.
         dtype: float32, bfloat16 or float64; weights and KV.
         report: gets a line before work that takes seconds (the first time: conversion, compiling kernels).
+        read_calibration: turns the file that `calibration` names into a function from confidence logits
+            [R, gamma] to probabilities.
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size, kv_cache_tokens: see `EngineConfig`.
 
     Raises:
@@ -56,24 +63,36 @@ class LLM:
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         report: Callable[[str], None] = _log.info,
+        read_calibration: Callable[[Path], Calibrate] | None = None,
     ) -> None:
         if dtype not in _DTYPES:
             raise DSparkError(f"dtype {dtype!r} is not supported; choose from {', '.join(_DTYPES)}")
         _check_device(device)
+        drafting, schedule = split_config(speculative_config)
+        calibrate = _calibration(schedule, read_calibration)
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             block_size=block_size,
             kv_cache_tokens=kv_cache_tokens,
+            acceptance=schedule.acceptance,
         )
         if device == "cpu" and dtype == "float32":
             compile_kernels(report)
         loaded = load_target(model, _DTYPES[dtype], device, report)
         self.model, self.tokenizer = str(model), loaded.tokenizer
-        drafter, policy = build_drafter(speculative_config, loaded.decoder)
+        drafter, block = build_drafter(drafting, loaded.decoder)
+
+        def prices() -> CostModel:
+            if schedule.cost_table is not None:
+                belongs_to = fingerprint(loaded.decoder, drafter)
+                return read_cost_table(Path(schedule.cost_table), belongs_to, report)
+            return ensure_profile(loaded.decoder, drafter, block.length, max_num_seqs, report).cost()
+
+        policy = build_policy(schedule, block.length, prices, report)
         self._inbox: dict[str, list[StepEvent]] = {}
-        self.engine = Engine(loaded.decoder, drafter, policy, loaded.tokenizer, config)
+        self.engine = Engine(loaded.decoder, drafter, policy, loaded.tokenizer, config, calibrate=calibrate)
 
     def generate(
         self,
@@ -177,6 +196,15 @@ class LLM:
         raise DSparkError(
             f'a prompt is text, a list of messages or {{"prompt_token_ids": [...]}}, got {prompt!r:.60}'
         )
+
+
+def _calibration(schedule: ScheduleSettings, read: Callable[[Path], Calibrate] | None) -> Calibrate | None:
+    """The function that `schedule` names, by itself or as a file."""
+    if not isinstance(schedule.calibration, str | Path):
+        return schedule.calibration
+    if read is None:
+        raise DSparkError("a calibration file needs somebody to read it: pass read_calibration to LLM")
+    return read(Path(schedule.calibration).expanduser())
 
 
 def _check_device(device: str) -> None:

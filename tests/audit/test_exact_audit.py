@@ -345,8 +345,8 @@ def test_bad_worlds_are_refused():
         replace(appendix_a(), p_draft=np.full((2, 2, 3), 1 / 3))
     with pytest.raises(DSparkError, match="anchors"):
         replace(appendix_a(), anchors=(2,))
-    with pytest.raises(DSparkError, match="2 tokens only"):
-        replace(random_world(0, 3), rule="shared-noise")
+    with pytest.raises(DSparkError, match="2 or 3 tokens"):
+        replace(random_world(0, 4), rule="shared-noise")
     with pytest.raises(DSparkError, match="at least one round"):
         audit(appendix_a(), FixedLength(1), rounds=0)
     with pytest.raises(DSparkError, match="more rounds"):

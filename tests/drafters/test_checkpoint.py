@@ -10,6 +10,7 @@ from dspark.core import DSparkError
 from dspark.drafters.checkpoint import load_drafter_model, read_drafter_config, save_drafter_model
 from dspark.drafters.registry import build_drafter
 from dspark.testing import tiny_decoder, tiny_drafter
+from dspark.testing.chain import tiny_chain_model
 
 
 @pytest.fixture
@@ -186,3 +187,49 @@ def test_a_shorter_trained_context_goes_on_to_the_targets(target, tmp_path):
 def test_speculative_configurations_of_the_wrong_type(target, config):
     with pytest.raises(DSparkError):
         build_drafter(config, target)
+
+
+@pytest.mark.parametrize("int8", [True, False])
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_round_trip_of_autoregressive_drafters(target, tmp_path, method, int8):
+    model = tiny_chain_model(target, method, draft_vocab_size=40, confidence_head=int8)
+    save_drafter_model(model, tmp_path, {}, int8=int8)
+    assert json.loads((tmp_path / "config.json").read_text())["slot_convention"] == "feature_before_token"
+    loaded = load_drafter_model(tmp_path, target)
+    assert loaded.config == model.config
+    for name, value in model.state_dict().items():
+        exact = value.ndim != 2 or name in ("embed.weight", "lm_head.weight")
+        tolerance = 0 if exact else float(value.abs().max()) / 200
+        torch.testing.assert_close(loaded.state_dict()[name], value, atol=tolerance, rtol=0)
+    drafter, policy = build_drafter(
+        {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}, target
+    )
+    assert (drafter.name, drafter.max_draft, policy.length) == (method, 7, 3)
+    assert len(drafter.kv_specs) == 1
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in weights:
+        save_file({k: v for k, v in weights.items() if k != name}, tmp_path / "model.safetensors")
+        with pytest.raises(DSparkError, match=name.replace(".", r"\.")):
+            load_drafter_model(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("eagle3", {"slot_convention": "anchor_first"}, 'slot_convention must be "feature_before_token"'),
+        ("eagle3", {"method": "dspark"}, 'slot_convention must be "anchor_first"'),
+        ("eagle3", {"method": "mtp"}, "taps must name one layer"),
+        ("mtp", {"method": "eagle3"}, "lacks the key 'fc"),
+        ("eagle3", {"num_layers": 2}, "num_layers must be 1, got 2"),
+        ("mtp", {"taps": [3]}, "taps layers"),
+        ("eagle3", {"taps": [0, 1]}, r"'fc.weight' has shape \(32, 96\)"),
+        ("eagle3", {"confidence_head": True}, "lacks the key 'confidence"),
+        ("mtp", {"markov_rank": 8}, "mtp drafters have no sequential head"),
+        ("mtp", {"target_identity": "other"}, "trained for other weights"),
+    ],
+)
+def test_bad_configurations_of_autoregressive_drafters(target, tmp_path, method, changes, message):
+    save_drafter_model(tiny_chain_model(target, method), tmp_path, {})
+    edit(tmp_path, **changes)
+    with pytest.raises(DSparkError, match=message):
+        load_drafter_model(tmp_path, target)

@@ -14,6 +14,7 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.target.decoder import Decoder
 from dspark.testing import ScriptedDrafter, run_engine, tiny_decoder, tiny_drafter
+from dspark.testing.chain import tiny_chain_drafter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, seed=2)
 REQUESTS: list[tuple[list[int], SamplingParams]] = [
@@ -34,6 +35,8 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter | None]] = {
     "dspark-pruned": lambda target: tiny_drafter(target, head="rnn", draft_vocab_size=8),
     "dflash": lambda target: tiny_drafter(target, method="dflash"),
     "unreliable": lambda target: ScriptedDrafter.unreliable(target, 5),
+    "eagle3-pruned": lambda target: tiny_chain_drafter(target, draft_vocab_size=8),
+    "mtp": lambda target: tiny_chain_drafter(target, "mtp"),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 
 from dspark.core import SamplingParams
 from dspark.drafters.block import BlockDrafter
+from dspark.drafters.chain import ChainDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.kernels.attention import is_fast
@@ -25,6 +26,7 @@ from dspark.testing import (
     tiny_decoder,
     tiny_drafter,
 )
+from dspark.testing.chain import tiny_chain_drafter
 
 VOCAB = 12
 PROMPTS = [[1, 2, 3], [7], list(range(12)) * 2, [5, 5], [9, 1, 0, 4, 4], [3] * 11]
@@ -37,19 +39,28 @@ def target() -> Decoder:
     return tiny_decoder(seed=2, vocab_size=VOCAB, max_context=128)
 
 
-DRAFTERS: dict[str, Callable[[Decoder], ScriptedDrafter | BlockDrafter]] = {
+DRAFTERS: dict[str, Callable[[Decoder], ScriptedDrafter | BlockDrafter | ChainDrafter]] = {
     "always-right": lambda target: ScriptedDrafter.copy_target(target, 5),
     "always-wrong": lambda target: ScriptedDrafter.always_wrong(target, 5),
     "unreliable": lambda target: ScriptedDrafter.unreliable(target, 5),
     "dspark": lambda target: tiny_drafter(target, head="gated"),
     "dspark-pruned": lambda target: tiny_drafter(target, head="rnn", draft_vocab_size=8),
     "dflash": lambda target: tiny_drafter(target, method="dflash", block_size=4),
+    "eagle3": lambda target: tiny_chain_drafter(target, draft_vocab_size=8),
+    "mtp": lambda target: tiny_chain_drafter(target, "mtp", block_size=4),
 }
 
 
-def draft_kv(drafter: BlockDrafter, taps: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Context keys and values of positions 0, 1, ... straight from eqs. 2-3."""
+def draft_kv(
+    drafter: BlockDrafter | ChainDrafter, taps: torch.Tensor, layer: int, tokens: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Context keys and values of positions 0, 1, ... straight from eqs. 2-3, or from the features and the tokens
+    behind them."""
     rotary = drafter.model.rotary(torch.arange(len(taps)), taps.dtype)
+    if isinstance(drafter, ChainDrafter):
+        behind = torch.tensor(tokens[1 : len(taps) + 1])
+        kv = drafter._project(drafter.model.kv_rows(behind, drafter.model.fuse(taps)))
+        return drafter.model.split_kv(kv, rotary)
     return drafter.model.context_kv(layer, drafter.model.context(taps), rotary)
 
 
@@ -72,18 +83,26 @@ def assert_caches(engine: Engine, target: Decoder) -> None:
         for layer in range(len(target.kv_specs)):
             got = engine.pool.read(layer, r.table, length)
             assert_close(got, fresh.pool.read(layer, fresh.tables[i], length), f"{where}, layer {layer}")
-        if isinstance(drafter, BlockDrafter) and r.request.params.speculative:
-            assert_draft_cache(engine.pool, r.table, drafter, fresh, i, len(target.kv_specs), where)
+        if isinstance(drafter, BlockDrafter | ChainDrafter) and r.request.params.speculative:
+            tokens = r.request.token_ids
+            assert_draft_cache(engine.pool, r.table, drafter, fresh, i, len(target.kv_specs), where, tokens)
 
 
 def assert_draft_cache(
-    pool: KVPool, table: BlockTable, drafter: BlockDrafter, fresh: FreshPass, i: int, first: int, where: str
+    pool: KVPool,
+    table: BlockTable,
+    drafter: BlockDrafter | ChainDrafter,
+    fresh: FreshPass,
+    i: int,
+    first: int,
+    where: str,
+    tokens: list[int],
 ) -> None:
     assert fresh.taps is not None
     taps = fresh.taps[int(fresh.start[i]) : int(fresh.start[i + 1])]
     for layer in range(len(drafter.kv_specs)):
         got = pool.read(first + layer, table, len(taps))
-        assert_close(got, draft_kv(drafter, taps, layer), f"{where}, draft layer {layer}")
+        assert_close(got, draft_kv(drafter, taps, layer, tokens), f"{where}, draft layer {layer}")
 
 
 def poison(engine: Engine) -> None:
@@ -121,7 +140,7 @@ def test_caches_equal_a_pass_from_scratch(
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", ["unreliable", "dspark", "dspark-pruned", "dflash"])
+@pytest.mark.parametrize("name", ["unreliable", "dspark", "dspark-pruned", "dflash", "eagle3", "mtp"])
 def test_rejected_and_free_positions_are_never_read(name: str, config: str, target: Decoder) -> None:
     plain = [slow_generate(target, prompt, GREEDY).token_ids for prompt in PROMPTS]
     for params in (GREEDY, HOT):

@@ -27,6 +27,7 @@ from dspark.testing import (
     tiny_decoder,
     tiny_drafter,
 )
+from dspark.testing.chain import tiny_chain_drafter
 
 V, N = 3, 2000
 FIRST = 1  # the prompt's only token
@@ -257,6 +258,17 @@ def decoder_joint(target: Decoder, prompt: list[int], n: int, params: SamplingPa
 def test_block_drafters_over_a_decoder(method: str, head: str, draft_vocab: int | None) -> None:
     target = tiny_decoder(seed=9, vocab_size=V, layers=1, hidden=16, max_context=32)
     drafter = tiny_drafter(target, method, head, 3, draft_vocab)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=1.6, top_p=0.97, max_tokens=5, seed=13)
+    config = EngineConfig(max_num_seqs=500, max_num_batched_tokens=2000)
+    outputs = run_engine(Engine(target, drafter, config=config), [[0, 1]] * 1000, params)
+    assert accepted(outputs) > 100
+    assert_distributed(histogram(outputs, slice(0, 4)), decoder_joint(target, [0, 1], 4, params))
+
+
+@pytest.mark.parametrize(("method", "draft_vocab"), [("eagle3", None), ("eagle3", 2), ("mtp", None)])
+def test_autoregressive_drafters_over_a_decoder(method: str, draft_vocab: int | None) -> None:
+    target = tiny_decoder(seed=9, vocab_size=V, layers=1, hidden=16, max_context=32)
+    drafter = tiny_chain_drafter(target, method, 3, draft_vocab)  # type: ignore[arg-type]
     params = SamplingParams(temperature=1.6, top_p=0.97, max_tokens=5, seed=13)
     config = EngineConfig(max_num_seqs=500, max_num_batched_tokens=2000)
     outputs = run_engine(Engine(target, drafter, config=config), [[0, 1]] * 1000, params)

@@ -23,6 +23,7 @@ from dspark.target.decoder import Decoder
 from dspark.target.tokenizer import Tokenizer
 from dspark.testing import ScriptedDrafter, SlowOutput, run_engine, slow_generate, tiny_decoder, tiny_drafter
 from dspark.testing import tiny_tokenizer as make_tokenizer
+from dspark.testing.chain import tiny_chain_drafter
 
 VOCAB, EOS = 12, 5  # few tokens: random drafters are right now and then
 GAMMAS = (1, 2, 3, 5, 7)
@@ -38,6 +39,9 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter | None]] = {
     "copy-target": lambda target: ScriptedDrafter.copy_target(target, 7),
     "always-wrong": lambda target: ScriptedDrafter.always_wrong(target, 7),
     "unreliable": lambda target: ScriptedDrafter.unreliable(target, 7),
+    "eagle3": lambda target: tiny_chain_drafter(target),
+    "eagle3-pruned": lambda target: tiny_chain_drafter(target, draft_vocab_size=7),
+    "mtp": lambda target: tiny_chain_drafter(target, "mtp"),
 }
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -131,7 +135,9 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "dspark-rnn", "dspark-pruned", "dflash", "unreliable"])
+@pytest.mark.parametrize(
+    "name", ["none", "ngram", "dspark-rnn", "dspark-pruned", "dflash", "unreliable", "eagle3", "mtp"]
+)
 @pytest.mark.parametrize("kind", SHORT)
 def test_short_memory_and_chunked_prefill_change_nothing(
     name: str, kind: str, tokenizer: Tokenizer, expected: list[SlowOutput]
@@ -174,7 +180,9 @@ class Jagged:
         return np.maximum(drafted - (state.uids + state.context_lens) % 4, 0)
 
 
-@pytest.mark.parametrize("name", ["ngram", "dspark-gated", "dspark-pruned", "dflash", "unreliable"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "dspark-gated", "dspark-pruned", "dflash", "unreliable", "eagle3-pruned", "mtp"]
+)
 def test_lengths_may_change_with_every_round(
     name: str, tokenizer: Tokenizer, expected: list[SlowOutput]
 ) -> None:

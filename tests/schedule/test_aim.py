@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dspark.core import DSparkError
-from dspark.schedule.aim import AimConfig
+from dspark.schedule.aim import AimConfig, Realised
 from dspark.schedule.cost import DraftCost, TableCost
 from dspark.schedule.history import AcceptanceHistory, RequestTable
 from dspark.schedule.policies import GlobalScheduler, LaggedScheduler, PrefixScheduler, ScheduleState
@@ -68,9 +68,58 @@ def test_drafting_stays_on_where_it_pays(scheduler, confident):
 def test_drafting_comes_back_when_the_text_turns(confident):
     policy = PrefixScheduler(7, COST)
     simulate(policy, 0.05, 900, confident=confident)
-    assert not policy.aim.gate.on
+    assert not policy.aim.gate().on
     drafts, _ = simulate(policy, 0.9, 1500, confident=confident, seed=1)
     assert (drafts[-200:, 0] > 0).all()
+
+
+@pytest.mark.parametrize("confident", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_modest_gain_is_not_given_up_by_chance(confident, seed):
+    """Half of the first drafts are accepted: worth 12% with two or three drafts. Estimates over a few rounds scatter
+    across the line; what is off teaches nothing, so going off by chance would last."""
+    drafts, speed = simulate(PrefixScheduler(7, COST), 0.5, 800, confident=confident, seed=seed)
+    assert (drafts[:, 0] > 0).mean() > 0.75
+    assert speed > 1.06
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_modest_loss_stays_small(seed):
+    """At .4 the best draft loses 3%: going on for a while in doubt must not cost more than that."""
+    assert simulate(PrefixScheduler(7, COST), 0.4, 1000, seed=seed)[1] > 0.97
+
+
+def test_trials_are_not_made_where_no_draft_could_pay():
+    """Forty requests fill the machine: a pass costs by the row, so even certain drafts bring nothing."""
+    cost = TableCost((1, 8, 64), (1.0, 8.0, 64.0), draft=DraftCost(0.1))
+    drafts, speed = simulate(PrefixScheduler(7, cost), 0.9, 60, num_requests=40)
+    assert not drafts.any()
+    assert speed == pytest.approx(1.0)
+
+
+def test_loads_are_judged_apart():
+    """Drafting pays for one request and not for thirty-two; alternating, neither spoils the other's verdict."""
+    cost = TableCost((1, 8, 32, 256), (1.0, 1.3, 2.0, 30.0), draft=DraftCost(0.2, 0.01, 0.002))
+    policy = PrefixScheduler(7, cost)
+    for i in range(20):
+        alone, _ = simulate(policy, 0.8, 30, seed=i)
+        crowd, speed = simulate(policy, 0.5, 30, num_requests=32, seed=i)
+    assert (alone[:, 0] > 0).all()
+    assert crowd.mean() < 0.2
+    assert speed > 0.97
+
+
+def test_realised_gain_and_its_error():
+    realised = Realised(memory=0.999999)
+    rng = np.random.default_rng(0)
+    tokens, worth = rng.poisson(2.0, 4000) + 1.0, rng.uniform(1.5, 2.5, 4000)
+    for t, w in zip(tokens, worth, strict=True):
+        realised.add(t, w)
+    assert realised.gain == pytest.approx(tokens.sum() / worth.sum(), rel=1e-3)
+    resampled = rng.integers(4000, size=(300, 4000))
+    spread = (tokens[resampled].sum(1) / worth[resampled].sum(1)).std()
+    assert realised.error == pytest.approx(spread, rel=0.15)
+    assert Realised(0.9).gain == Realised(0.9).error == 0.0
 
 
 def test_overconfident_heads_are_found_out():
@@ -187,6 +236,9 @@ def test_settings_that_would_stay_off_for_ever_are_refused():
         {"retry_after": 0},
         {"retry_after": 9, "retry_at_most": 8},
         {"hysteresis": -1},
+        {"hope": 1.0},
+        {"memory": 0.0},
+        {"doubt": -1.0},
     ):
         with pytest.raises(DSparkError):
             AimConfig(**bad)

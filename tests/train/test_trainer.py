@@ -1,18 +1,29 @@
 """The loop: learns, resumes exactly, refuses bad configurations."""
 
 import json
+import sys
+import types
 
 import pytest
 import torch
 
 from dspark.core import DSparkError
 from dspark.drafters.backbone import BlockDrafterModel
+from dspark.target.decoder import causal_attention
 from dspark.testing import tiny_decoder, tiny_drafter
+from dspark.testing.chain import tiny_chain_model
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences
-from dspark.train.setup import draft_vocabulary, token_counts
+from dspark.train.run_log import LengthWatch
+from dspark.train.setup import draft_vocabulary, drafter_config, token_counts
 from dspark.train.trainer import Trainer
-from dspark.train.warm_start import bigram_scores, copy_last_layers, init_head_from_bigrams
+from dspark.train.warm_start import (
+    bigram_scores,
+    copy_into_eagle3,
+    copy_into_mtp,
+    copy_last_layers,
+    init_head_from_bigrams,
+)
 
 G = torch.Generator().manual_seed(3)
 SEQUENCES = [Sequence(torch.randint(0, 60, (24,), generator=G).tolist(), 6) for _ in range(6)]
@@ -21,13 +32,7 @@ SEQUENCES = [Sequence(torch.randint(0, 60, (24,), generator=G).tolist(), 6) for 
 def trainer(tmp_path, sequences=SEQUENCES, method="dspark", head="vanilla", **changes):
     torch.manual_seed(0)
     target = tiny_decoder(dtype=torch.float32)
-    model = tiny_drafter(target, method, head, block_size=4).model
-    # Serving packs linear layers; training needs them as they were.
-    fresh = BlockDrafterModel(model.config)
-    fresh.embed.weight.data.copy_(target.embed.weight)
-    fresh.lm_head.weight.data.copy_(target.lm_head.weight)
-    fresh.embed.requires_grad_(False)
-    fresh.lm_head.requires_grad_(False)
+    fresh = fresh_model(target, method, head)
     values = {
         "steps": 6,
         "sequences_per_step": 2,
@@ -39,14 +44,28 @@ def trainer(tmp_path, sequences=SEQUENCES, method="dspark", head="vanilla", **ch
     return Trainer(config, fresh, target, list(sequences), list(sequences[:2]))
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
-    whole = trainer(tmp_path / "whole")
+def fresh_model(target, method, head):
+    if method in ("eagle3", "mtp"):
+        return tiny_chain_model(target, method, block_size=4)
+    model = tiny_drafter(target, method, head, block_size=4).model
+    # Serving packs linear layers; training needs them as they were.
+    fresh = BlockDrafterModel(model.config)
+    fresh.embed.weight.data.copy_(target.embed.weight)
+    fresh.lm_head.weight.data.copy_(target.lm_head.weight)
+    fresh.embed.requires_grad_(False)
+    fresh.lm_head.requires_grad_(False)
+    return fresh
+
+
+@pytest.mark.parametrize("method", ["dspark", "eagle3", "mtp"])
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, method):
+    whole = trainer(tmp_path / "whole", method=method)
     records = list(whole.run())
-    first = trainer(tmp_path / "cut")
+    first = trainer(tmp_path / "cut", method=method)
     for _ in range(4):
         first.train_step()
     first.save()
-    second = trainer(tmp_path / "cut")
+    second = trainer(tmp_path / "cut", method=method)
     assert second.resume()
     assert (second.step, second.blocks) == (4, first.blocks)
     resumed = list(second.run())
@@ -58,7 +77,15 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "head"), [("dspark", "vanilla"), ("dspark", "gated"), ("dspark", "rnn"), ("dflash", "vanilla")]
+    ("method", "head"),
+    [
+        ("dspark", "vanilla"),
+        ("dspark", "gated"),
+        ("dspark", "rnn"),
+        ("dflash", "vanilla"),
+        ("eagle3", ""),
+        ("mtp", ""),
+    ],
 )
 def test_overfits_a_single_sequence(tmp_path, method, head):
     changes = {
@@ -205,3 +232,122 @@ def test_the_mean_of_states(tmp_path):
         if name in states[0]:
             torch.testing.assert_close(value.detach(), (states[0][name] + states[1][name]) / 2)
     assert run.averaged_steps == [1, 2]
+
+
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_parts_of_a_step_add_up_to_the_step(tmp_path, method):
+    """Sequences of different lengths: a part's mean is not the step's."""
+    ragged = [Sequence(s.token_ids[: 10 + 2 * i], 6) for i, s in enumerate(SEQUENCES)]
+    runs = []
+    for parts in (1, 2, 5):
+        run = trainer(
+            tmp_path / str(parts), ragged, method, sequences_per_step=5, accumulate=parts, regression=0.5
+        )
+        runs.append((run, [run.train_step() for _ in range(3)]))
+    whole, records = runs[0]
+    for run, other in runs[1:]:
+        for a, b in zip(records, other, strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
+        assert run.blocks == whole.blocks
+        for a, b in zip(whole.model.parameters(), run.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_mtp_trains_the_first_slot_and_evaluates_the_chain(tmp_path):
+    run = trainer(tmp_path, method="mtp")
+    assert run.batch(0).gamma == 1
+    assert len(run.evaluate()["overlap"]) == 4
+
+
+def test_a_useless_drafter_is_told_once(tmp_path, caplog):
+    useless = {"tau_greedy": 1.01, "tau_sampled": 1.02}
+    watch = LengthWatch()
+    for step in range(5):
+        watch.see({"step": step, **useless})
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "still 1.02 at step 2" in caplog.text
+    assert "taps" in caplog.text
+    caplog.clear()
+    watch = LengthWatch()
+    for step in range(6):
+        watch.see({"step": step, **(useless if step % 3 else {"tau_greedy": 1.5, "tau_sampled": 1.2})})
+    assert not caplog.records
+
+
+def test_tensorboard_is_optional(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(DSparkError, match="pip install tensorboard"):
+        trainer(tmp_path, tensorboard=True)
+    seen = []
+    writer = types.SimpleNamespace(add_scalar=lambda *scalar: seen.append(scalar), flush=lambda: None)
+    board = types.SimpleNamespace(SummaryWriter=lambda directory: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    run = trainer(tmp_path, tensorboard=True)
+    records = list(run.run())
+    tags = {tag for tag, _, _ in seen}
+    assert {"loss", "tau_greedy", "overlap/1", "overlap/4"} <= tags
+    assert [(tag, value) for tag, value, step in seen if tag == "loss" and step == 4] == [
+        ("loss", records[1]["loss"])
+    ]
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == len(records)
+
+
+def test_warm_started_chains_read_what_the_targets_last_layer_reads():
+    """With the token's half silenced, the draft layer is the target's last layer."""
+    target = tiny_decoder(kind="qwen3", layers=3, dtype=torch.float32)
+    ids = torch.tensor([SEQUENCES[0].token_ids])
+    (state, last), rotary = target.hidden_states(ids, (1,)), target.rotary(torch.arange(24), torch.float32)
+    model = tiny_chain_model(target, "eagle3")
+    copy_into_eagle3(model, target)
+    features = model.fuse(torch.cat((torch.zeros(24, 64), state[0]), -1))
+    torch.testing.assert_close(features, state[0], atol=0.1, rtol=0.02)
+    model.layer.qkv_proj.weight.data[:, :32] = 0
+    model.layer.qkv_proj.weight.data *= 2
+
+    def attend(q, k, v):
+        q, k, v = (t[None].transpose(1, 2) for t in (q, k, v))
+        return causal_attention(q, k, v, 8**-0.5).transpose(1, 2).flatten(0, 1)
+
+    hidden = model.norm(model.advance(ids[0], state[0], rotary, attend))
+    torch.testing.assert_close(hidden, last[0], atol=1e-4, rtol=1e-4)
+
+
+def test_warm_start_of_mtp_copies_the_last_layer():
+    target = tiny_decoder(layers=3, dtype=torch.float32)
+    model = tiny_chain_model(target, "mtp")
+    copy_into_mtp(model, target)
+    for name, value in target.layers[2].state_dict().items():
+        assert torch.equal(model.layer.state_dict()[name], value)
+    assert torch.equal(model.norm.weight, target.norm.weight)
+
+
+@pytest.mark.parametrize("copy_into", [copy_into_eagle3, copy_into_mtp])
+def test_warm_start_from_layers_of_another_shape_is_refused(copy_into):
+    method = "eagle3" if copy_into is copy_into_eagle3 else "mtp"
+    model = tiny_chain_model(tiny_decoder(dtype=torch.float32), method)
+    with pytest.raises(DSparkError, match="qk_norm differs; set warm_start=false"):
+        copy_into(model, tiny_decoder(kind="qwen3", dtype=torch.float32))
+
+
+def test_what_a_method_leaves_open():
+    target = tiny_decoder(layers=3)
+
+    def made(**options):
+        return drafter_config(TrainConfig(**options), target, 63, 40)
+
+    eagle3 = made(method="eagle3")
+    assert (eagle3.num_layers, eagle3.taps, eagle3.mask_token_id) == (1, (-1, 0, 1), None)
+    assert (eagle3.confidence_head, eagle3.markov_rank, eagle3.draft_vocab_size) == (False, 0, 40)
+    assert made(method="eagle3", confidence_head=True, taps=(0, 1)).confidence_head
+    assert made(method="mtp").taps == (2,)
+    dspark = made(num_layers=5)
+    assert (dspark.num_layers, dspark.confidence_head, dspark.mask_token_id) == (5, True, 63)
+    assert not made(method="dflash").confidence_head
+    with pytest.raises(DSparkError, match="num_layers must be 1, got 2"):
+        made(method="mtp", num_layers=2)
+    with pytest.raises(DSparkError, match="taps must name one layer"):
+        made(method="mtp", taps=(0, 1))
+    with pytest.raises(DSparkError, match="method must be one of"):
+        TrainConfig(method="medusa")
+    with pytest.raises(DSparkError, match="accumulate must be at most sequences_per_step"):
+        TrainConfig(sequences_per_step=2, accumulate=3)

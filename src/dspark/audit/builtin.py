@@ -13,6 +13,7 @@ import numpy as np
 
 from dspark.audit.world import World, appendix_a, random_world
 from dspark.errors import DSparkError
+from dspark.schedule.auto import AutoScheduler
 from dspark.schedule.cost import CostModel, TableCost
 from dspark.schedule.policies import (
     Dependence,
@@ -101,6 +102,7 @@ def built_in_policies(gamma: int, cost: CostModel) -> dict[str, Policy]:
         "lagged": LaggedScheduler(gamma, cost),
         "lagged-previous": LaggedScheduler(gamma, cost, ranks="previous"),
         "global": GlobalScheduler(gamma, cost),
+        "auto": AutoScheduler(gamma, cost),
     }
 
 

@@ -120,7 +120,12 @@ class Exploration:
     def _state(self, view: View) -> ScheduleState:
         R = self.world.num_requests
         # The prompt is one token, so as many positions are cached as tokens were put out.
-        return ScheduleState(np.arange(R), np.full(R, self.world.gamma), np.array(view.committed))
+        return ScheduleState(
+            np.arange(R),
+            np.full(R, self.world.gamma),
+            np.array(view.committed),
+            tolerates_live=np.full(R, self.world.tolerates_live),
+        )
 
     def _plans(self, view: View, round_: int) -> Iterator[tuple[_Plan, float]]:
         """Draft and schedule: every branch."""
@@ -157,7 +162,7 @@ class Exploration:
                     previous = drafts[-1] if drafts else view.anchors[r]
                     row = self.world.p_draft[k, previous]
                     where = address(self.world, r, view.committed[r], k)
-                    for token, noise_after, q in draw(where, row, noise):
+                    for token, noise_after, q in draw(where, row, noise, self.world.rule):
                         grown.append(((*block[:-1], (*drafts, token)), noise_after, p * q))
                 paths = grown
             frontier = paths
@@ -208,7 +213,7 @@ class Exploration:
             matched: list[tuple[Tokens, Known, float]] = []
             for tokens, known, p in running:
                 row = self.world.p_target[tokens[-1] if tokens else anchor]
-                for token, after, q in draw(address(self.world, r, committed, k), row, known):
+                for token, after, q in draw(address(self.world, r, committed, k), row, known, "shared-noise"):
                     item = ((*tokens, token), after, p * q)
                     (matched if k < len(drafts) and token == drafts[k] else done).append(item)
             running = matched

@@ -1,19 +1,24 @@
 """Draws that are used more than once: which addresses share a uniform, and what is known about it.
 
 A shared uniform matters through the tokens it picks. Each use narrows it down to the piece of the inverse CDF
-that the token stands for, so that is all that is kept of it.
+that the token stands for, so that is all that is kept of it. Shared noise over three tokens is kept as the draws made
+from it (`gumbel`); over two tokens it is one uniform.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from dspark.audit.world import World
+from dspark.audit.gumbel import after_draw
+from dspark.audit.world import Rule, World
 
 __all__ = ["Address", "Known", "address", "draw", "still_needed"]
 
 Address = tuple[int, int]
-Known = tuple[tuple[Address, tuple[float, float]], ...]  # address -> [low, high) of its uniform, sorted
+Piece = tuple[Any, ...]  # [low, high) of a uniform, or the draws known of noise over three tokens
+Known = tuple[tuple[Address, Piece], ...]  # address -> piece, sorted
 
 
 def address(world: World, r: int, committed: int, slot: int) -> Address | None:
@@ -27,11 +32,16 @@ def address(world: World, r: int, committed: int, slot: int) -> Address | None:
     return None
 
 
-def draw(where: Address | None, row: np.ndarray, known: Known) -> list[tuple[int, Known, float]]:
+def draw(
+    where: Address | None, row: np.ndarray, known: Known, rule: Rule = "ratio"
+) -> list[tuple[int, Known, float]]:
     """Tokens that the draw at `where` may give from `row` [V], with what is known then and probabilities."""
     if where is None:
         return [(v, known, float(p)) for v, p in enumerate(row) if p > 0]
     pieces = dict(known)
+    if rule == "shared-noise" and len(row) == 3:
+        drawn = after_draw(row, pieces.get(where, ()))
+        return [(v, tuple(sorted({**pieces, where: wins}.items())), p) for v, wins, p in drawn]
     low, high = pieces.get(where, (0.0, 1.0))
     results = []
     ends = np.minimum(row.cumsum(), 1.0)

@@ -79,7 +79,12 @@ class PolicyStates:
             try:
                 # Copies: the policy may keep or change what it is given.
                 given = (None if a is None else a.copy() for a in arrays)
-                own = ScheduleState(state.uids.copy(), state.room.copy(), state.context_lens.copy())
+                own = ScheduleState(
+                    state.uids.copy(),
+                    state.room.copy(),
+                    state.context_lens.copy(),
+                    tolerates_live=None if state.tolerates_live is None else state.tolerates_live.copy(),
+                )
                 answer = getattr(policy, method)(own, *given)
             except Exception as error:
                 message = f"{method} of {self.name} raised {type(error).__name__}: {error}"

@@ -32,7 +32,8 @@ class World:
     `noise` says what a draft draw of the ratio rule is addressed by, besides its slot: "fresh" (seed, request,
     round) as it must be, "position" (request, position: used again next round), or "seed" (seed, round: the same
     for requests with equal seeds). The shared-noise rule draws target *and* draft by (seed, position), and
-    is exact for two tokens only: there argmax(log p + Gumbel noise) is the inverse CDF of one uniform.
+    is enumerated for two tokens (argmax(log p + Gumbel noise) is the inverse CDF of one uniform) and for
+    three (`gumbel`).
 
     `p_ratio`: what acceptance divides by, where that is not what the drafts were sampled from.
     """
@@ -56,8 +57,8 @@ class World:
             raise DSparkError(f"anchors must be tokens 0..{V - 1}, one a request, got {self.anchors}")
         if self.seeds is not None and len(self.seeds) != len(self.anchors):
             raise DSparkError(f"{len(self.anchors)} requests need as many seeds, got {len(self.seeds)}")
-        if self.rule == "shared-noise" and V != 2:
-            raise DSparkError(f"the shared-noise rule is enumerated for 2 tokens only, got {V}")
+        if self.rule == "shared-noise" and V > 3:
+            raise DSparkError(f"the shared-noise rule is enumerated for 2 or 3 tokens only, got {V}")
 
     @property
     def vocab_size(self) -> int:
@@ -75,6 +76,12 @@ class World:
     def divisor(self) -> np.ndarray:
         """[gamma, V, V] the p_d that acceptance divides by."""
         return self.p_draft if self.p_ratio is None else self.p_ratio
+
+    @property
+    def tolerates_live(self) -> bool:
+        """Output stays exact whatever the schedule looks at: `dspark.acceptance.tolerates_live`."""
+        deterministic = self.p_ratio is None and _one_hot(self.p_draft)
+        return self.rule == "shared-noise" or _one_hot(self.p_target) or deterministic
 
     def seed(self, r: int) -> int:
         return 0 if self.seeds is None else self.seeds[r]
@@ -140,6 +147,10 @@ def random_world(
         return float(table[k - 1, tokens[k - 1]])
 
     return World(p_target, p_draft, confidence, tuple(int(a) for a in rng.integers(V, size=num_requests)))
+
+
+def _one_hot(table: np.ndarray) -> bool:
+    return bool((table.max(-1) == 1).all())
 
 
 def _check_rows(name: str, table: np.ndarray, shape: tuple[int, ...]) -> None:

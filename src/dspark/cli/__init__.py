@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dspark import __version__
-from dspark.cli import audit, bench, chat, generate, info
+from dspark.cli import audit, bench, calibrate, chat, data, evaluate, generate, info, profile, simulate, train
 
 __all__ = ["main"]
 
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dspark", description="Speculative decoding with DSpark, end to end.")
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
     verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True)
-    for verb in (generate, chat, info, bench, audit):
+    for verb in (generate, chat, info, bench, audit, data, train, calibrate, evaluate, simulate, profile):
         verb.add_parser(verbs)
     return parser
 

@@ -9,8 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.cli.options import add_model_options, load_llm, speculative_config
+from dspark.cli.options import (
+    add_model_options,
+    add_schedule_options,
+    load_llm,
+    schedule_config,
+    speculative_config,
+)
 from dspark.drafters.methods import METHODS, TRAINED
+from dspark.schedule.names import POLICIES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +37,7 @@ def add_parser(verbs: Any) -> None:
         type=_methods,
         default="none,ngram,dspark",
         metavar="LIST",
-        help="%(default)s; ratios refer to none",
+        help="%(default)s; ratios refer to none; dspark:auto is dspark under the policy auto",
     )
     throughput.add_argument("--concurrency", type=_ints, default="1,4,16", metavar="LIST", help="%(default)s")
     throughput.add_argument("--temperature", type=_floats, default="0,1", metavar="LIST", help="%(default)s")
@@ -47,14 +54,20 @@ def add_parser(verbs: Any) -> None:
     throughput.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
     throughput.add_argument("--json", metavar="PATH", help="write every figure there; - is stdout")
     add_model_options(throughput, with_method=False)
+    add_schedule_options(throughput)
     throughput.set_defaults(run=run)
 
 
 def _methods(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in METHODS:
-            raise argparse.ArgumentTypeError(f"unknown method {name!r} (choose from {', '.join(METHODS)})")
+        method, colon, policy = name.partition(":")
+        if method not in METHODS:
+            raise argparse.ArgumentTypeError(f"unknown method {method!r} (choose from {', '.join(METHODS)})")
+        if colon and (policy not in POLICIES or method == "none"):
+            raise argparse.ArgumentTypeError(
+                f"unknown policy in {name!r} (choose from {', '.join(POLICIES)}; none has no policy)"
+            )
     return names
 
 
@@ -101,16 +114,18 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     from dspark.core import DSparkError
 
-    if args.drafter is not None and len(set(args.methods) & set(TRAINED)) != 1:
+    if args.drafter is not None and len({m.partition(":")[0] for m in args.methods} & set(TRAINED)) != 1:
         raise DSparkError(f"--drafter needs exactly one of {' and '.join(TRAINED)} among --methods")
     if args.json not in (None, "-") and not Path(args.json).parent.is_dir():
         raise DSparkError(f"no directory {str(Path(args.json).parent)!r} for the report: create it first")
 
 
-def _config(args: argparse.Namespace, method: str) -> dict[str, Any]:
+def _config(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """The method's share of the options: none drafts nothing, and only trained drafters have a file."""
+    method, _, policy = name.partition(":")
     drafter = args.drafter if method in TRAINED else None
-    return speculative_config(method, drafter, None if method == "none" else args.num_speculative_tokens)
+    config = speculative_config(method, drafter, None if method == "none" else args.num_speculative_tokens)
+    return config | schedule_config(args, method, policy or None)
 
 
 def read_conversations(prompts: str) -> list[list[dict[str, str]]]:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from dspark.cli.options import (
     add_model_options,
     add_sampling_options,
+    add_schedule_options,
     load_llm,
     sampling_params,
+    schedule_config,
     speculative_config,
 )
 
@@ -27,6 +29,7 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("generate", help="answer one prompt", description=__doc__)
     parser.add_argument("prompt", help="a user message; - reads it from stdin")
     add_model_options(parser)
+    add_schedule_options(parser)
     add_sampling_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
@@ -49,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer the prompt. Everything that can be wrong is checked before the model is loaded."""
     params = sampling_params(args)
     config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
+    config |= schedule_config(args, args.method)
     _check(args)
     prompt = _prompt(args)
     llm = load_llm(args, config, max_num_seqs=1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.drafters.methods import METHODS, TRAINED
+from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
 
 if TYPE_CHECKING:
     from dspark.core import SamplingParams
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 __all__ = [
     "add_model_options",
     "add_sampling_options",
+    "add_schedule_options",
     "load_llm",
     "sampling_params",
+    "schedule_config",
     "speculative_config",
 ]
 
@@ -48,6 +51,52 @@ def add_model_options(parser: argparse.ArgumentParser, with_method: bool = True)
         "--threads", type=int, metavar="N", help="CPU threads; on a busy machine no more than cores are free"
     )
     group.add_argument("--dtype", default="float32", help="of the weights and the KV cache (%(default)s)")
+
+
+def add_schedule_options(parser: argparse.ArgumentParser) -> None:
+    """--policy and what belongs to it, --acceptance."""
+    group = parser.add_argument_group("scheduling")
+    group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="fixed",
+        help="how much is drafted and verified; auto never loses to plain decoding by much (%(default)s)",
+    )
+    group.add_argument(
+        "--threshold", type=float, metavar="A", help="survival below which the policy threshold stops"
+    )
+    group.add_argument(
+        "--cost-table",
+        metavar="PATH",
+        help="prices, from dspark profile or another engine; default: measured here once",
+    )
+    group.add_argument(
+        "--acceptance",
+        choices=ACCEPTANCE_RULES,
+        default="ratio",
+        help="ratio accepts more; shared_noise gives one text a seed, whatever drafts (%(default)s)",
+    )
+
+
+def schedule_config(args: argparse.Namespace, method: str, policy: str | None = None) -> dict[str, Any]:
+    """The keys of `add_schedule_options` for `speculative_config`, less the defaults.
+
+    Plain decoding has no policy, but a rule.
+
+    Args:
+        policy: instead of --policy.
+    """
+    keys: dict[str, Any] = {"acceptance": args.acceptance} if args.acceptance != "ratio" else {}
+    if method == "none":
+        return keys
+    policy = policy or args.policy
+    if policy != "fixed":
+        keys["policy"] = policy
+    if policy in ("threshold", args.policy):
+        keys["threshold"] = args.threshold
+    if policy in PRICED or policy == args.policy:
+        keys["cost_table"] = args.cost_table
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

@@ -14,17 +14,14 @@ from torch import Tensor, nn
 
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.heads import ConfidenceHead, build_head
+from dspark.drafters.model import DrafterModel
 from dspark.target.decoder import Attend, DecoderLayer, RMSNorm, Rotary, apply_rotary
 
 __all__ = ["BlockDrafterModel"]
 
 
-class BlockDrafterModel(nn.Module):
-    """Backbone, sequential head and confidence head of a DSpark or DFlash drafter.
-
-    `embed` [V, H] and `lm_head` [Vd, H] are the target's, frozen and not part of the checkpoint unless it
-    brings its own. `vocab` [Vd] maps draft ids to target ids.
-    """
+class BlockDrafterModel(DrafterModel):
+    """Backbone, sequential head and confidence head of a DSpark or DFlash drafter."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -39,7 +36,6 @@ class BlockDrafterModel(nn.Module):
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
         self.embed = nn.Embedding(config.vocab_size, hidden)
         self.lm_head = nn.Linear(hidden, config.output_vocab_size, bias=False)
-        self.vocab: Tensor
         self.register_buffer("vocab", torch.arange(config.output_vocab_size))
 
     def context(self, taps: Tensor) -> Tensor:
@@ -60,6 +56,7 @@ class BlockDrafterModel(nn.Module):
 
     def block_inputs(self, anchors: Tensor, width: int) -> Tensor:
         """Token ids of anchor-first blocks: anchors [n] -> [n, width], masks behind the anchor."""
+        assert self.config.mask_token_id is not None, "the configuration of a block drafter states one"
         masks = anchors.new_full((len(anchors), width - 1), self.config.mask_token_id)
         return torch.cat((anchors[:, None], masks), 1)
 

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from dspark import __version__
 from dspark.core import DSparkError
-from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.deepspec import is_deepspec, read_deepspec_config, rename_deepspec_weights
+from dspark.drafters.methods import AUTOREGRESSIVE
+from dspark.drafters.model import DrafterModel
+from dspark.drafters.models import build_model
 from dspark.target.base import Target
 from dspark.target.decoder import Decoder
 
@@ -29,12 +31,16 @@ __all__ = ["FORMAT", "load_drafter_model", "read_drafter_config", "save_drafter_
 
 FORMAT = 1
 _HEADER = {"dspark_format", "slot_convention", "written_by", "provenance"}
+_BLOCK_SLOTS = (
+    "anchor_first"  # the anchor's row, the first of the block, predicts the token behind the anchor
+)
+_CHAIN_SLOTS = "feature_before_token"  # the feature of position t goes with the token at t + 1
 _SHARED = ("embed.weight", "lm_head.weight")  # the target's; not stored in our dialect
 _SCALE = ".scale"  # suffix of per-row scales of int8 tensors
 
 
 def save_drafter_model(
-    model: BlockDrafterModel, directory: Path, provenance: Mapping[str, Any], int8: bool = True
+    model: DrafterModel, directory: Path, provenance: Mapping[str, Any], int8: bool = True
 ) -> None:
     """Write a checkpoint in our dialect.
 
@@ -59,7 +65,7 @@ def save_drafter_model(
     values = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(model.config).items()}
     header = {
         "dspark_format": FORMAT,
-        "slot_convention": "anchor_first",
+        "slot_convention": _slot_convention(model.config.method),
         "written_by": f"dspark {__version__}",
     }
     config = {**header, **values, "provenance": dict(provenance)}
@@ -77,9 +83,10 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
             f"{directory / 'config.json'} is no drafter checkpoint this version reads: it needs "
             f'"dspark_format": {FORMAT}, or DeepSpec\'s "architectures": ["Qwen3DSparkModel"]'
         )
-    if raw.get("slot_convention") != "anchor_first":
+    convention = _slot_convention(raw.get("method"))
+    if raw.get("slot_convention") != convention:
         raise DSparkError(
-            f'{directory}: slot_convention must be "anchor_first", got {raw.get("slot_convention")!r}'
+            f'{directory}: slot_convention must be "{convention}", got {raw.get("slot_convention")!r}'
         )
     known = {field.name: field for field in dataclasses.fields(DrafterConfig)}
     unknown = sorted(raw.keys() - known.keys() - _HEADER)
@@ -96,7 +103,11 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
     return DrafterConfig(**values)
 
 
-def load_drafter_model(directory: Path, target: Target) -> BlockDrafterModel:
+def _slot_convention(method: Any) -> str:
+    return _CHAIN_SLOTS if method in AUTOREGRESSIVE else _BLOCK_SLOTS
+
+
+def load_drafter_model(directory: Path, target: Target) -> DrafterModel:
     """Load a checkpoint and bind it to `target`, whose embedding and LM head it shares.
 
     Raises:
@@ -117,7 +128,7 @@ def load_drafter_model(directory: Path, target: Target) -> BlockDrafterModel:
         weights = rename_deepspec_weights(config, weights, path)
     else:
         weights = _dequantize(weights, path)
-    model = BlockDrafterModel(config)
+    model = build_model(config)
     if config.draft_vocab_size is None:
         weights.setdefault("vocab", model.vocab)
     else:
@@ -177,7 +188,7 @@ def _check_vocab(weights: Mapping[str, Tensor], config: DrafterConfig, path: Pat
         raise DSparkError(f"{path}: 'vocab' names ids outside the target's vocabulary of {config.vocab_size}")
 
 
-def _check_keys(model: BlockDrafterModel, weights: Mapping[str, Tensor], path: Path) -> None:
+def _check_keys(model: DrafterModel, weights: Mapping[str, Tensor], path: Path) -> None:
     wanted = model.state_dict()
     for name in sorted(wanted.keys() - weights.keys()):
         raise DSparkError(f"{path} lacks the key {name!r}: the checkpoint is incomplete, save it again")

@@ -1,6 +1,8 @@
 """Names of the speculative methods; imports nothing, so that the command line can list them at once."""
 
-__all__ = ["METHODS", "TRAINED"]
+__all__ = ["AUTOREGRESSIVE", "BLOCK", "METHODS", "TRAINED"]
 
-METHODS = ("none", "ngram", "dspark", "dflash")
-TRAINED = ("dspark", "dflash")  # methods with a checkpoint
+BLOCK = ("dspark", "dflash")  # draft a block in one pass
+AUTOREGRESSIVE = ("eagle3", "mtp")  # draft token by token
+TRAINED = BLOCK + AUTOREGRESSIVE  # methods with a checkpoint
+METHODS = ("none", "ngram", *TRAINED)

@@ -8,11 +8,11 @@ from typing import Any
 
 from dspark.core import DSparkError
 from dspark.drafters.base import Drafter
-from dspark.drafters.block import BlockDrafter
 from dspark.drafters.checkpoint import load_drafter_model, read_drafter_config
-from dspark.drafters.methods import METHODS
+from dspark.drafters.methods import METHODS, TRAINED
+from dspark.drafters.models import serve
 from dspark.drafters.ngram import NgramDrafter
-from dspark.schedule.policies import FixedLength, Policy
+from dspark.schedule.policies import FixedLength
 from dspark.target.base import Target
 
 __all__ = ["build_drafter", "shipped_drafters"]
@@ -27,8 +27,7 @@ _KEYS = {
 _KEYS_OF = {
     "none": {"method"},
     "ngram": _KEYS - {"model"},
-    "dspark": {"method", "model", "num_speculative_tokens"},
-    "dflash": {"method", "model", "num_speculative_tokens"},
+    **{method: {"method", "model", "num_speculative_tokens"} for method in TRAINED},
 }
 
 
@@ -40,8 +39,9 @@ def shipped_drafters() -> dict[str, Path]:
     )
 
 
-def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Drafter | None, Policy]:
-    """The drafter and policy that `config` asks for. Keys are vLLM's speculative_config keys.
+def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Drafter | None, FixedLength]:
+    """The drafter that `config` asks for, and its block as the fixed policy. Keys are vLLM's speculative_config keys;
+    those about scheduling are `schedule.settings`' and must be taken out before.
 
     Raises:
         DSparkError: unknown or unsupported key, unknown method, unusable checkpoint, too many tokens.
@@ -80,7 +80,7 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
             f"num_speculative_tokens {count} exceeds the block of {model.config.block_size} the drafter was trained "
             "for: acceptance would collapse; ask for fewer"
         )
-    return BlockDrafter(model, int8=True), FixedLength(
+    return serve(model, int8=True), FixedLength(
         count or model.config.num_speculative_tokens or model.config.block_size
     )
 

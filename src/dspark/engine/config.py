@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dspark.acceptance import ACCEPTANCE_RULES, AcceptanceRule
 from dspark.core import DSparkError
 from dspark.typed import check_fields
 
@@ -17,7 +18,8 @@ class EngineConfig:
     `max_num_seqs`: requests in one step. `max_num_batched_tokens`: target rows in one step before drafts (longer
     prompts are prefilled in chunks). `kv_cache_tokens`: positions in the KV pool, by default room for
     `max_num_seqs` requests of 1,024 tokens and at least one of `max_model_len`. `max_model_len`: context edge,
-    by default the model's.
+    by default the model's. `acceptance`: "ratio" (rejection sampling), or "shared_noise": output at a seed is then
+    the same for every drafter, policy and batch, plain decoding included; fewer drafts are accepted above T = 0.
     """
 
     max_num_seqs: int = 16
@@ -25,9 +27,14 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_tokens: int | None = None
     max_model_len: int | None = None
+    acceptance: str = "ratio"
 
     def __post_init__(self) -> None:
         check_fields(self, "the engine's")
+        if self.acceptance not in ACCEPTANCE_RULES:
+            raise DSparkError(
+                f"acceptance must be one of {', '.join(ACCEPTANCE_RULES)}, got {self.acceptance!r}"
+            )
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -38,6 +45,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DSparkError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        return "shared_noise" if self.acceptance == "shared_noise" else "ratio"
 
     def model_len(self, max_context: int) -> int:
         if self.max_model_len is not None and self.max_model_len > max_context:

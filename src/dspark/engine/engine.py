@@ -8,12 +8,13 @@ while engine.has_unfinished:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from dspark.acceptance import tolerates_live
 from dspark.core import (
     Draft,
     DSparkError,
@@ -31,38 +32,19 @@ from dspark.engine.intake import check_lengths, check_policy, check_prompt, chec
 from dspark.engine.judge import Judgement, judge
 from dspark.engine.runner import Runner, Verification
 from dspark.engine.scheduler import Batch, Running, Scheduler
+from dspark.engine.shared_noise import couple
 from dspark.engine.termination import OutputStream
-from dspark.engine.watch import AcceptanceWatch
+from dspark.engine.watch import AcceptanceWatch, StepTimings
 from dspark.kv import KVPool
 from dspark.randomness import fresh_seed
 from dspark.sampling import SamplingRows
-from dspark.schedule.policies import FixedLength, Observer, Policy
-from dspark.schedule.survival import survival
+from dspark.schedule.policies import FixedLength, Observer, Policy, ScheduleState, Timed
+from dspark.schedule.survival import Calibrate, survival
 from dspark.shaping import Constraint, LogitsShaper
 from dspark.target.base import Target
 from dspark.target.tokenizer import Tokenizer
 
 __all__ = ["Engine", "StepTimings"]
-
-
-@dataclass
-class StepTimings:
-    """Where wall time went, in seconds, summed over steps (host clock: meaningful on a CPU)."""
-
-    steps: int = 0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    total_s: float = 0.0
-
-    def add(self, started: float, proposed: float, verified: float) -> None:
-        """Count a step whose proposal and verification were done at these clock readings; it ends now."""
-        self.steps += 1
-        self.draft_s += proposed - started
-        self.verify_s += verified - proposed
-        self.total_s += time.perf_counter() - started
-
-    def reset(self) -> None:
-        self.steps, self.draft_s, self.verify_s, self.total_s = 0, 0.0, 0.0, 0.0
 
 
 class Engine:
@@ -73,6 +55,8 @@ class Engine:
         drafter: proposes tokens; None decodes plainly.
         policy: how much to draft and verify; by default every draft the drafter can make.
         tokenizer: for text and stop strings; without one outputs carry ids only.
+        calibrate: probabilities of conditional acceptance [R, gamma] from confidence logits; by default a sigmoid.
+        clock: seconds; what durations are taken with.
 
     Raises:
         DSparkError: sizes the model or the memory cannot bear, or a policy that contradicts itself.
@@ -85,11 +69,16 @@ class Engine:
         policy: Policy | None = None,
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | None = None,
+        *,
+        calibrate: Calibrate | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config or EngineConfig()
+        self._calibrate, self._clock = calibrate, clock
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.policy = policy or FixedLength(drafter.max_draft if drafter else 0)
         self._observer = self.policy if isinstance(self.policy, Observer) else None
+        self._timed = self.policy if isinstance(self.policy, Timed) else None
         check_policy(self.policy)
         self.max_model_len = self.config.model_len(target.max_context)
         specs = target.kv_specs + (drafter.kv_specs if drafter else ())
@@ -129,7 +118,7 @@ class Engine:
         """
         prompt = list(prompt_token_ids)
         check_prompt(prompt, params, self.target.vocab_size, self.max_model_len)
-        check_sound(self.policy, self.drafter, params)
+        check_sound(self.policy, self.drafter, params, self.config.rule)
         capacity = self.pool.num_blocks * self.pool.block_size
         max_total = longest_total(len(prompt), params.max_tokens, self.max_model_len, capacity)
         request_id = self._unused_id(request_id)
@@ -163,29 +152,31 @@ class Engine:
 
         If a part of it raises, the requests of the round are aborted (the next step tells) and the error goes on.
         """
-        started = time.perf_counter()
+        started = self._clock()
         batch = self._admit()
         if not batch.running:
             return self._delivered([])
-        state = batch.state
+        state = self._state(batch)
         try:
             want = check_lengths("draft_lengths", self.policy.draft_lengths(state), batch.room)
             draft = self._propose(batch, want)
-            alive = survival(draft) if self.policy.uses_survival else None
+            alive = survival(draft, self._calibrate) if self.policy.uses_survival else None
             lengths = self.policy.verify_lengths(state, alive, draft.lengths)
             plan = Plan(check_lengths("verify_lengths", lengths, draft.lengths))
-            proposed = time.perf_counter()
+            proposed = self._clock()
             seen = self.runner.verify(batch, draft, plan)
-            judgement = judge(batch, draft, seen)
-            verified = time.perf_counter()
+            judgement = judge(batch, draft, seen, self.config.rule)
+            verified = self._clock()
             accepted = seen.spread(judgement.verdict.num_accepted)
             if self._observer is not None:
                 self._observer.observe(state, alive, draft.lengths, plan.lengths, accepted)
+            if self._timed is not None:
+                self._timed.timed(state, draft.lengths, plan.lengths, proposed - started, verified - proposed)
             events = self._commit(batch, draft, plan, seen, judgement, accepted)
         except BaseException:
             self._abandon(batch)
             raise
-        self.timings.add(started, proposed, verified)
+        self.timings.add(started, proposed, verified, self._clock())
         return self._delivered(events)
 
     def _delivered(self, events: list[StepEvent]) -> list[StepEvent]:
@@ -201,11 +192,18 @@ class Engine:
         self.scheduler.preempted.clear()
         return batch
 
+    def _state(self, batch: Batch) -> ScheduleState:
+        greedy = np.array([r.params.greedy for r in batch.requests], dtype=bool)
+        deterministic = self.drafter is None or self.drafter.deterministic
+        return replace(batch.state, tolerates_live=tolerates_live(greedy, deterministic, self.config.rule))
+
     def _propose(self, batch: Batch, want: np.ndarray) -> Draft:
         if self.drafter is None or not want.any():
             return Draft.empty(len(batch.running), self.target.device)
         rows = SamplingRows.of(batch.requests, self.target.device)
         shapers = [r.shaper for r in batch.running]
+        if self.config.rule == "shared_noise":
+            rows, shapers = couple(batch.running, rows)
         draft = self.drafter.propose(ProposeBatch(batch.requests, want, rows, batch.block_tables(), shapers))
         check_lengths(f"drafter {self.drafter.name}", draft.lengths, want)
         return draft

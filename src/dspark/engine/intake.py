@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dspark.acceptance import tolerates_live
+from dspark.acceptance import AcceptanceRule, tolerates_live
 from dspark.core import DSparkError, SamplingParams
 from dspark.drafters.base import Drafter
 from dspark.schedule.policies import Dependence, Policy
@@ -47,15 +47,17 @@ def check_policy(policy: Policy) -> None:
         raise DSparkError("a STATIC policy must not read survival: declare CAUSAL, LAGGED or LIVE")
 
 
-def check_sound(policy: Policy, drafter: Drafter | None, params: SamplingParams) -> None:
+def check_sound(
+    policy: Policy, drafter: Drafter | None, params: SamplingParams, rule: AcceptanceRule = "ratio"
+) -> None:
     """Refuse a policy that would bias this request's output (losslessness is typed)."""
     if drafter is None or not params.speculative or policy.dependence is not Dependence.LIVE:
         return
-    if not tolerates_live(np.array([params.greedy]), drafter.deterministic)[0]:
+    if not tolerates_live(np.array([params.greedy]), drafter.deterministic, rule)[0]:
         raise DSparkError(
-            "this policy looks at the block whose verification it decides (LIVE): with sampled drafts at a "
-            "temperature above 0 that biases the output. Use temperature 0, a deterministic drafter, a CAUSAL or "
-            "LAGGED policy, or speculative=False"
+            "this policy looks at the block whose verification it decides (LIVE): under the ratio rule, with sampled "
+            "drafts at a temperature above 0, that biases the output. Use the policy auto, prefix or lagged, the "
+            "acceptance shared_noise, temperature 0, a deterministic drafter, or speculative=False"
         )
 
 

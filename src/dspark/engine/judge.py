@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from dspark.acceptance import greedy_rule, ratio_rule
-from dspark.core import Draft, TokenLogprobs, Verdict
+from dspark.acceptance import AcceptanceRule, greedy_rule, ratio_rule, shared_noise_choice
+from dspark.core import Draft, Request, TokenLogprobs, Verdict
 from dspark.engine.runner import Verification
 from dspark.engine.scheduler import Batch
 from dspark.randomness import Purpose
@@ -34,8 +35,8 @@ class Judgement:
         return top_logprobs(log_p, tokens, top)
 
 
-def judge(batch: Batch, draft: Draft, seen: Verification) -> Judgement:
-    """Accept or correct the scheduled drafts (rejection sampling; its greedy limit where all rows are greedy).
+def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule = "ratio") -> Judgement:
+    """Accept or correct the scheduled drafts by `rule` (both have the same limit where all rows are greedy).
 
     Penalties, bias and masks act per position: a row's history counts the drafts before it in.
     """
@@ -59,6 +60,10 @@ def judge(batch: Batch, draft: Draft, seen: Verification) -> Judgement:
     if rows.all_greedy:
         verdict = greedy_rule(tokens, lengths, logits.argmax(-1), row_start)
         return Judgement(verdict, logits, raw, target_rows)
+    if rule == "shared_noise":
+        p_target, positions = probabilities(logits, target_rows), _positions(requests, seen).to(device)
+        choice = shared_noise_choice(p_target, target_rows.seed, positions)
+        return Judgement(greedy_rule(tokens, lengths, choice, row_start), logits, raw, target_rows)
     slots = torch.arange(draft.gamma + 1, device=device)
     verdict = ratio_rule(
         tokens,
@@ -71,3 +76,11 @@ def judge(batch: Batch, draft: Draft, seen: Verification) -> Judgement:
         resample_u=rows.uniform(slots[:1], Purpose.RESAMPLE)[:, 0],
     )
     return Judgement(verdict, logits, raw, target_rows)
+
+
+def _positions(requests: Sequence[Request], seen: Verification) -> torch.Tensor:
+    """[n] int64 absolute position of the token that each logit row decides."""
+    counts = seen.lengths + 1
+    committed = np.array([r.committed for r in requests], dtype=np.int64)
+    within = np.arange(int(counts.sum())) - np.repeat(seen.logit_start, counts)
+    return torch.from_numpy(np.repeat(committed, counts) + within)

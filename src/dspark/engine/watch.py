@@ -1,17 +1,41 @@
-"""A loud word when a trained drafter does not work: wrong taps, slots or vocabulary raise no error by themselves."""
+"""What an engine watches of itself: where time goes, and whether a trained drafter works at all.
+
+Wrong taps, slots or vocabulary raise no error by themselves, so hardly any acceptance gets a loud word.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from dspark.drafters.base import Drafter
 
-__all__ = ["AcceptanceWatch"]
+__all__ = ["AcceptanceWatch", "StepTimings"]
 
 ENOUGH_DRAFTS = 500  # drafts verified before a verdict
 USELESS = 0.05  # share of them accepted below which something is wrong
 
 _log = logging.getLogger("dspark")
+
+
+@dataclass
+class StepTimings:
+    """Where wall time went, in seconds, summed over steps (host clock: meaningful on a CPU)."""
+
+    steps: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    total_s: float = 0.0
+
+    def add(self, started: float, proposed: float, verified: float, ended: float) -> None:
+        """Count a step by the clock's readings."""
+        self.steps += 1
+        self.draft_s += proposed - started
+        self.verify_s += verified - proposed
+        self.total_s += ended - started
+
+    def reset(self) -> None:
+        self.steps, self.draft_s, self.verify_s, self.total_s = 0, 0.0, 0.0, 0.0
 
 
 class AcceptanceWatch:

@@ -112,7 +112,7 @@ def norm(
 ) -> Step:
     """x += add; out = RMSNorm(x), [N, H]. `x` and `out` may be given later, pass by pass."""
     step = out if out is not None else x
-    fields = {
+    fields: dict[str, int | float] = {
         "kind": NORM,
         "x": _at(x),
         "y": _at(add),
@@ -136,7 +136,7 @@ def rotate(
     eps: float = 0.0,
 ) -> Step:
     """Heads of x [N, ...] from `column` on: + bias; q and k normed and rotated; k and v to their slots, q to `q`."""
-    fields = {
+    fields: dict[str, int | float] = {
         "kind": ROTARY,
         "x": x.data_ptr() + 4 * column,
         "x_step": x.shape[1],

@@ -12,15 +12,18 @@ from dspark.schedule.cost import CostModel
 from dspark.schedule.history import AcceptanceHistory
 from dspark.schedule.search import rank, rate_curve
 
-__all__ = ["Aim", "AimConfig", "DraftGate"]
+__all__ = ["Aim", "AimConfig", "DraftGate", "Realised"]
 
 
 @dataclass(frozen=True)
 class AimConfig:
-    """`hysteresis`: gain needed to switch drafting on again; it goes off where plain decoding is faster.
+    """`hysteresis`: gain needed to switch drafting on again; it goes off where plain decoding is shown to be faster.
 
     Drafting is tried for `trial_rounds` at the start, and again after `retry_after` rounds without it; each trial
-    in vain doubles the wait, up to `retry_at_most`.
+    in vain doubles the wait, up to `retry_at_most`. No trial is made where it could not pay even if every draft
+    were accepted with probability `hope`. What drafted rounds brought is remembered with `memory` a round (longer
+    than the history: it settles whether to draft, not how much) and judged with `doubt` standard errors in favour
+    of drafting: rounds without drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon found out.
     """
 
     prior: float = 0.6
@@ -30,10 +33,17 @@ class AimConfig:
     trial_rounds: int = 8
     retry_after: int = 64
     retry_at_most: int = 1024
+    hope: float = 0.9
+    memory: float = 0.98
+    doubt: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.hysteresis < 0:
-            raise DSparkError(f"hysteresis must be 0 or more, got {self.hysteresis}")
+        if self.hysteresis < 0 or self.doubt < 0:
+            raise DSparkError(
+                f"hysteresis and doubt must be 0 or more, got {self.hysteresis} and {self.doubt}"
+            )
+        if not (0 < self.hope < 1 and 0 < self.memory < 1):
+            raise DSparkError(f"hope and memory must lie between 0 and 1, got {self.hope} and {self.memory}")
         if self.trial_rounds < 1 or not 1 <= self.retry_after <= self.retry_at_most:
             raise DSparkError(
                 "trial_rounds must be 1 or more, and retry_after between 1 and retry_at_most: drafting that is "
@@ -47,7 +57,9 @@ class DraftGate:
     def __init__(self, config: AimConfig) -> None:
         self._config = config
         self._trial, self._off, self._wait = config.trial_rounds, 0, config.retry_after
+        self._lasted = 0  # drafted rounds since the last trial
         self.on = True
+        self.tried = False  # the first trial is over
 
     @property
     def trying(self) -> bool:
@@ -68,11 +80,58 @@ class DraftGate:
             self._off += 1
             return
         if self._off >= self._wait:
-            self._trial = config.trial_rounds
+            self._trial, self._lasted = config.trial_rounds, 0
             self._wait = min(2 * self._wait, config.retry_at_most)
         elif self._trial == 0:
-            self._wait = config.retry_after  # it goes on without a trial: it pays
+            self._lasted += 1
+            if self._lasted >= config.retry_after:
+                self._wait = config.retry_after  # it goes on for long without a trial: it pays
         self._trial, self._off, self.on = max(0, self._trial - 1), 0, True
+        self.tried |= self._trial == 0
+
+
+class Realised:
+    """What drafted rounds brought over plain decoding: a ratio of decayed sums, with its standard error."""
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._sums = np.zeros(7)  # of w, w^2, and by w: tokens, their plain worth, their squares and product
+
+    def add(self, tokens: float, plain_worth: float) -> None:
+        """File a round. `plain_worth`: tokens that plain decoding decides in the seconds it took."""
+        t, b = tokens, plain_worth
+        fade = np.full(7, self._memory)
+        fade[1] **= 2
+        self._sums = fade * self._sums + (1.0, 1.0, t, b, t * t, t * b, b * b)
+
+    @property
+    def gain(self) -> float:
+        """Tokens over their plain worth; 0 where nothing is known."""
+        return float(self._sums[2] / self._sums[3]) if self._sums[3] > 0 else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of the gain (of a ratio of means, rounds taken as independent)."""
+        w, w2, _, b, tt, tb, bb = self._sums.tolist()
+        if b <= 0:
+            return 0.0
+        g = self.gain
+        spread = max(tt - 2 * g * tb + g * g * bb, 0.0) / w
+        return float((spread * w2) ** 0.5 / b)
+
+    @property
+    def rounds(self) -> float:
+        """How many rounds weigh in."""
+        return float(self._sums[0])
+
+
+@dataclass
+class _Load:
+    """What is known of one batch size (within a factor of 2): whether drafting pays is a question of the load."""
+
+    gate: DraftGate
+    tried: Realised  # in trials, which draft for everybody
+    realised: Realised  # with the lengths that were chosen
 
 
 class Aim:
@@ -80,9 +139,9 @@ class Aim:
 
     One search over expected survivals prices verification and drafting together; its lengths are what a drafter
     without confidences is asked for. With confidences each row may have one draft more: the block then shows by
-    itself whether it was worth it, and unexplored slots get explored. A drafted round is worth the larger of
-    what the search expects and what the last ones *realised*: confidences pick good moments, which a mean
-    cannot see.
+    itself whether it was worth it, and unexplored slots get explored. Whether to draft at all is settled by what
+    the last drafted rounds *realised* at this load, as soon as that is known well enough, and by the search's
+    expectation before: confidences pick good moments, which a mean cannot see.
     """
 
     def __init__(self, gamma: int, cost: CostModel, config: AimConfig | None = None) -> None:
@@ -91,10 +150,13 @@ class Aim:
         config = config or AimConfig()
         self.gamma, self.cost, self.config = gamma, cost, config
         self.history = AcceptanceHistory(gamma, config.prior, config.weight, config.decay)
-        self.gate = DraftGate(config)
+        self._loads: dict[int, _Load] = {}
         self._confident = False
-        self._realised = np.zeros(4)  # tokens, seconds with drafts; tokens, seconds without: decayed sums
         self._wanted = False
+
+    def gate(self, num_requests: int = 1) -> DraftGate:
+        """The gate of batches of this size."""
+        return self._load(num_requests).gate
 
     def lengths(self, state: ScheduleState) -> np.ndarray:
         """[R] int64 drafts to propose."""
@@ -113,46 +175,62 @@ class Aim:
     ) -> None:
         if not state.room.any():
             return
-        resumed = not self.gate.on
-        self.gate.observe(self._wanted, bool(drafted.any()))
+        load = self._load(state.num_requests)
+        tried = load.gate.trying
+        if self._wanted and not load.gate.on:  # nothing is known of rounds long past
+            load.tried, load.realised = Realised(self.config.memory), Realised(self.config.memory)
+        load.gate.observe(self._wanted, bool(drafted.any()))
         if not drafted.any():
             return
-        if resumed:
-            self._realised[:] = 0
         self._confident = survival is not None
         self.history.observe(state.uids, survival, drafted, scheduled, accepted)
         with_drafts = self._step(state, int(scheduled.sum())) + self._draft(drafted)
-        round_ = (state.outputs + int(accepted.sum()), with_drafts, state.outputs, self._step(state, 0))
-        self._realised = self.config.decay * self._realised + round_
+        worth = state.outputs * with_drafts / self._step(state, 0)
+        (load.tried if tried else load.realised).add(state.outputs + int(accepted.sum()), worth)
 
     def _choose(self, state: ScheduleState, room: np.ndarray) -> np.ndarray:
-        if self.gate.trying:
-            return room
-        ranking = rank(self.history.survival(state.uids), room)
+        load, nothing = self._load(state.num_requests), np.zeros_like(room)
+        if load.gate.trying:
+            hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
+            gain, lengths = self._best(state, room, hopeful)
+            if load.gate.tried:  # between hope and what is remembered: most trials are in vain, and cost
+                lengths = self._best(state, room, (hopeful * self.history.survival(state.uids)) ** 0.5)[1]
+            return lengths if gain > 1 else nothing
+        gain, lengths = self._best(state, room, self.history.survival(state.uids))
+        seen = load.realised.gain + self.config.doubt * load.realised.error
+        if gain < 1 < seen and self._confident:
+            lengths = room  # the mean block does not pay, but confidences find those that do
+        if load.realised.rounds > self.config.trial_rounds / 2:
+            gain = seen if load.gate.on else min(gain, seen)
+        else:
+            gain = max(gain + self.config.doubt * load.tried.error, seen)
+        return lengths if load.gate.passes(gain) else nothing
+
+    def _best(self, state: ScheduleState, room: np.ndarray, survival: np.ndarray) -> tuple[float, np.ndarray]:
+        """The drafts of the best round that has any, and its expected gain over plain decoding."""
+        ranking = rank(survival, room)
         drafted_for = np.cumsum(np.concatenate(([False], ranking.slots == 0)))  # requests in the first K
         drafting = self.cost.draft_seconds(drafted_for, np.arange(len(drafted_for)))
         curve = rate_curve(ranking, state, self.cost, drafting)
         rates = curve.rate
-        best = int(rates.argmax())
+        best = 1 + int(rates[1:].argmax())
         lengths = ranking.lengths(best)
         if not self._confident:
-            return lengths if self.gate.passes(float(rates[best] / rates[0])) else np.zeros_like(room)
+            return float(rates[best] / rates[0]), lengths
         verifying = float(curve.seconds[best] - drafting[best])
         wider = np.minimum(lengths + 1, room)
         some = np.where(lengths > 0, wider, 0)  # the others are not worth a draft at this load
-        gain, choice = max(
-            ((float(curve.tokens[best] / rates[0]) / (verifying + self._draft(d)), d) for d in (some, wider)),
-            key=lambda option: option[0],
+        worth = float(curve.tokens[best] / rates[0])
+        return max(
+            ((worth / (verifying + self._draft(d)), d) for d in (some, wider)), key=lambda option: option[0]
         )
-        if self._realised_gain() > gain:
-            gain, choice = self._realised_gain(), wider if best else room
-        return choice if self.gate.passes(gain) and choice.any() else np.zeros_like(room)
 
-    def _realised_gain(self) -> float:
-        """Of the last drafted rounds over plain decoding; nothing is known of rounds long past."""
-        tokens, seconds, plain_tokens, plain_seconds = self._realised
-        known = self.gate.on and seconds > 0 and plain_tokens > 0
-        return float(tokens / seconds * plain_seconds / plain_tokens) if known else 0.0
+    def _load(self, num_requests: int) -> _Load:
+        size = num_requests.bit_length()
+        if size not in self._loads:
+            memory = self.config.memory
+            self._loads[size] = _Load(DraftGate(self.config), Realised(memory), Realised(memory))
+        return self._loads[size]
 
     def _step(self, state: ScheduleState, budget: int) -> float:
         return float(self.cost.step_seconds(state.num_requests, state.query_tokens + budget, state.context))

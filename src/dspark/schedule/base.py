@@ -8,11 +8,11 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-__all__ = ["Dependence", "Observer", "Policy", "ScheduleState"]
+__all__ = ["Dependence", "Observer", "Policy", "ScheduleState", "Timed"]
 
 
 class Dependence(IntEnum):
-    """What a verify decision depends on, weakest first.
+    """What a verify decision depends on, weakest first; for rows that do not tolerate LIVE (`ScheduleState`).
 
     CAUSAL, precisely: with lengths l decided, changing any confidence at a slot behind l_r + 1 of its row leaves
     every length as it is. Slot l_r + 1's own confidence is pre-token: it knows the admitted tokens alone. So no
@@ -34,6 +34,9 @@ class ScheduleState:
     context_lens: np.ndarray  # [R] int64 cached positions
     pending: np.ndarray | None = None  # [R] int64 rows each needs besides drafts; None: one each, the anchor
     samples: np.ndarray | None = None  # [R] bool: decides a token this round; None: all do
+    tolerates_live: np.ndarray | None = (
+        None  # [R] bool: exact whatever the schedule looks at; None: no row is
+    )
 
     @property
     def num_requests(self) -> int:
@@ -48,6 +51,11 @@ class ScheduleState:
     def outputs(self) -> int:
         """Tokens the round decides without any draft."""
         return self.num_requests if self.samples is None else int(np.count_nonzero(self.samples))
+
+    @property
+    def may_look(self) -> bool:
+        """Every row that can have drafts stays exact even if the schedule looks at the block it schedules."""
+        return self.tolerates_live is not None and bool((self.tolerates_live | (self.room == 0)).all())
 
     @property
     def context(self) -> int:
@@ -92,4 +100,18 @@ class Observer(Protocol):
         accepted: np.ndarray,
     ) -> None:
         """`drafted`, `scheduled`, `accepted` [R] int64; `survival` as `verify_lengths` saw it."""
+        ...
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A policy that follows what rounds really take. Called once a round, behind `Observer.observe`.
+
+    The caller has the clock; a policy has none.
+    """
+
+    def timed(
+        self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
+    ) -> None:
+        """`draft_s`: seconds from the start of the round to its plan; `step_s`: the target's pass and judgement."""
         ...

@@ -23,8 +23,9 @@ import numpy as np
 
 from dspark.errors import DSparkError
 from dspark.schedule.aim import Aim, AimConfig
-from dspark.schedule.base import Dependence, Observer, Policy, ScheduleState
+from dspark.schedule.base import Dependence, Observer, Policy, ScheduleState, Timed
 from dspark.schedule.cost import CostModel
+from dspark.schedule.feedback import LiveCost
 from dspark.schedule.history import RequestTable
 from dspark.schedule.search import (
     Curve,
@@ -47,6 +48,7 @@ __all__ = [
     "PrefixScheduler",
     "ScheduleState",
     "Threshold",
+    "Timed",
 ]
 
 
@@ -152,6 +154,13 @@ class _Adaptive(ABC):
         accepted: np.ndarray,
     ) -> None:
         self.aim.observe(state, survival, drafted, scheduled, accepted)
+
+    def timed(
+        self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
+    ) -> None:
+        """Let prices that follow the machine learn what the round took."""
+        if isinstance(self.cost, LiveCost):
+            self.cost.observe(state, drafted, scheduled, draft_s, step_s)
 
     @abstractmethod
     def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The training form of a block drafter: many anchors of several sequences in one dense pass.
+"""Blocks behind many anchors of several sequences, and the training form of a block drafter: one dense pass.
 
 Rows of all blocks lie side by side, so projections are single products without padding; attention runs per
 sequence, where every block sees that sequence's context strictly before its anchor, and itself.
@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.target.decoder import Attend
+from dspark.train.attention import attend_blocks
 from dspark.train.data import Sequence
 from dspark.train.features import Features
 
-__all__ = ["BlockBatch", "block_forward", "draw_anchors", "make_batch"]
+__all__ = ["BlockBatch", "BlockOutput", "block_forward", "draw_anchors", "make_batch", "slot_mask"]
+
+# hidden h [n, gamma, H] (input of the LM head), logits [n, gamma, Vd], confidence logits [n, gamma] or None
+BlockOutput = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -33,16 +38,28 @@ class BlockBatch:
     mask: Tensor  # [n, gamma] bool: slots that have a label
     last_hidden: Tensor  # [n, gamma, H]: input of the LM head that predicts each slot
     log_normalizer: Tensor  # [n, gamma]
+    next_tokens: Tensor  # [T] int64: the token behind each context position (0 behind a sequence's last)
 
     @property
     def gamma(self) -> int:
         return self.mask.shape[1]
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[n] int64: where each block's sequence begins among the context rows."""
+        lens = torch.tensor([0, *self.seq_lens[:-1]])
+        return torch.repeat_interleave(lens.cumsum(0), torch.tensor(self.counts)).to(self.anchors.device)
 
 
 def draw_anchors(sequence: Sequence, count: int, generator: torch.Generator) -> Tensor:
     """Up to `count` distinct anchors of a sequence, in random order. Shape [<= count] int64."""
     order = torch.randperm(sequence.num_anchors, generator=generator)[:count]
     return order.sort().values + sequence.answer_start
+
+
+def slot_mask(anchors: Tensor, length: int, gamma: int) -> Tensor:
+    """Slots of the blocks at `anchors` [a] that have a label in a sequence of `length` tokens: [a, gamma] bool."""
+    return anchors[:, None] + torch.arange(1, gamma + 1) < length
 
 
 def make_batch(
@@ -55,7 +72,7 @@ def make_batch(
         at = anchor[:, None] + torch.arange(gamma + 1)  # [a, gamma + 1]
         inside = at < len(ids)
         tokens.append(ids[at.clamp(max=len(ids) - 1)] * inside)
-        masks.append(inside[:, 1:])
+        masks.append(slot_mask(anchor, len(ids), gamma))
         before = at[:, :-1].clamp(max=len(ids) - 1)  # slot k's token is predicted at the position before it
         hidden.append(feature.last_hidden[before])
         norms.append(feature.log_normalizer[before])
@@ -70,11 +87,12 @@ def make_batch(
         mask=torch.cat(masks),
         last_hidden=torch.cat(hidden),
         log_normalizer=torch.cat(norms),
+        next_tokens=torch.tensor([t for s in sequences for t in (*s.token_ids[1:], 0)]),
     )
 
 
-def block_forward(model: BlockDrafterModel, batch: BlockBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Teacher-forced pass: hidden h [n, gamma, H], logits U + B [n, gamma, Vd], confidence logits [n, gamma]."""
+def block_forward(model: BlockDrafterModel, batch: BlockBatch) -> BlockOutput:
+    """Teacher-forced pass; the logits are U + B (eq. 4)."""
     n, gamma = batch.mask.shape
     context = model.context(batch.taps)
     context_rotary = model.rotary(batch.context_positions, context.dtype)
@@ -84,7 +102,7 @@ def block_forward(model: BlockDrafterModel, batch: BlockBatch) -> tuple[Tensor, 
         keys, values = model.context_kv(layer, context, context_rotary)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _attend(q, k, v, keys, values, batch)
+            return attend_blocks(q, k, v, keys, values, batch.anchors, batch.seq_lens, batch.counts)
 
         return attend
 
@@ -96,45 +114,3 @@ def block_forward(model: BlockDrafterModel, batch: BlockBatch) -> tuple[Tensor, 
         logits = logits + bias
     confidence = model.confidence(hidden, embedded) if model.confidence is not None else None
     return hidden, logits, confidence
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: BlockBatch) -> Tensor:
-    """Attention of all blocks: q [n * gamma, h, d], k, v [n * gamma, kvh, d], context keys, values [T, kvh, d]."""
-    outs, row, at = [], 0, 0
-    gamma = batch.gamma
-    for length, count in zip(batch.seq_lens, batch.counts, strict=True):
-        rows = slice(row * gamma, (row + count) * gamma)
-        anchors = batch.anchors[row : row + count]
-        last = int(anchors.max()) if count else 0  # nothing behind the last anchor is visible
-        context = slice(at, at + last)
-        outs.append(
-            _attend_sequence(q[rows], k[rows], v[rows], keys[context], values[context], anchors, gamma)
-        )
-        row, at = row + count, at + length
-    return torch.cat(outs)
-
-
-def _attend_sequence(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, gamma: int
-) -> Tensor:
-    """Blocks of one sequence. Two score parts share one softmax, so no block x block mask is materialised."""
-    kv_heads, groups, d = k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
-    a, visible_len = len(anchors), len(keys)
-    q = (q * d**-0.5).unflatten(1, (kv_heads, groups)).permute(1, 2, 0, 3)  # [kvh, g, a * gamma, d]
-    q_flat = q.flatten(1, 2)
-    to_context = q_flat @ keys.permute(1, 2, 0)  # [kvh, g * a * gamma, S]
-    blocks = q.reshape(kv_heads, groups, a, gamma, d).transpose(1, 2).flatten(2, 3)  # [kvh, a, g * gamma, d]
-    k_blocks = k.unflatten(0, (a, gamma)).permute(2, 0, 3, 1)  # [kvh, a, d, gamma]
-    to_block = (blocks @ k_blocks).unflatten(2, (groups, gamma)).transpose(1, 2)  # [kvh, g, a, gamma, gamma]
-    hidden_from = torch.arange(visible_len, device=q.device) >= anchors[:, None]  # [a, S]
-    to_context = to_context.view(kv_heads, groups, a, gamma, visible_len)
-    to_context = to_context.masked_fill(hidden_from[:, None], float("-inf"))
-    wide = torch.promote_types(v.dtype, torch.float32)
-    p = torch.cat((to_context, to_block), -1).softmax(-1, dtype=wide).to(v.dtype)
-    p_context, p_block = p.split((visible_len, gamma), -1)
-    out = p_context.reshape(kv_heads, -1, visible_len) @ values.transpose(0, 1)  # [kvh, g * a * gamma, d]
-    p_block = p_block.transpose(1, 2).flatten(2, 3)  # [kvh, a, g * gamma, gamma]
-    v_blocks = v.unflatten(0, (a, gamma)).permute(2, 0, 1, 3)  # [kvh, a, gamma, d]
-    within = (p_block @ v_blocks).unflatten(2, (groups, gamma)).transpose(1, 2)  # [kvh, g, a, gamma, d]
-    out = out.view(kv_heads, groups, a * gamma, d) + within.reshape(kv_heads, groups, a * gamma, d)
-    return out.permute(2, 0, 1, 3).flatten(1, 2)  # [a * gamma, h, d]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.core import DSparkError
+from dspark.drafters.methods import TRAINED
 from dspark.typed import check_fields
 
 __all__ = ["TrainConfig"]
@@ -19,11 +20,14 @@ __all__ = ["TrainConfig"]
 class TrainConfig:
     """Everything a run depends on. Unknown keys are refused.
 
-    `steps` steps of `sequences_per_step` sequences with up to `anchors_per_sequence` anchors each. `dtype` is
-    the precision of the target's features and of the products ("bfloat16" or "float32"); weights and the
-    optimiser stay float32. `features`: "compute" the target's features whenever they are needed, keep them in
-    "memory", or on "disk" in `feature_dir` (by default `output`/features), where later runs find them.
-    `init_from`: start from the weights, vocabulary and mask token of a resume state or a drafter.
+    `method`: dspark, dflash, eagle3 or mtp; `num_layers`, `taps` and `confidence_head` default to what suits it
+    (`METHOD_DEFAULTS`), `block_size` is the longest block or chain. `steps` steps of `sequences_per_step`
+    sequences with up to `anchors_per_sequence` anchors each, worked through in `accumulate` parts: the same step
+    in less memory. `dtype` is the precision of the target's features and of the products ("bfloat16" or
+    "float32"); weights and the optimiser stay float32. `features`: "compute" the target's features whenever they
+    are needed, keep them in "memory", or on "disk" in `feature_dir` (by default `output`/features), where later
+    runs find them. `init_from`: start from the weights, vocabulary and mask token of a resume state or a drafter.
+    `tensorboard`: write its event files beside log.jsonl.
     """
 
     target: str = "smollm2-135m"
@@ -31,11 +35,11 @@ class TrainConfig:
     output: str = "runs/dspark"
     method: str = "dspark"
     block_size: int = 7
-    num_layers: int = 2
-    taps: tuple[int, ...] = (5, 11, 17, 23, 28)
+    num_layers: int | None = None
+    taps: tuple[int, ...] | None = None
     markov_rank: int = 64
     markov_head_type: str = "vanilla"
-    confidence_head: bool = True
+    confidence_head: bool | None = None
     num_speculative_tokens: int | None = None
     draft_vocab_size: int | None = 8192
     mask_token: str | None = None
@@ -46,6 +50,7 @@ class TrainConfig:
     steps: int = 4000
     sequences_per_step: int = 8
     anchors_per_sequence: int = 48
+    accumulate: int = 1
     lr: float = 6e-4
     head_lr_scale: float = 1.0
     min_lr_share: float = 0.05
@@ -66,20 +71,37 @@ class TrainConfig:
     seed: int = 0
     threads: int | None = None
     init_from: str | None = None
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "training option")
-        if self.method not in ("dspark", "dflash"):
-            raise DSparkError(f"training option method must be dspark or dflash, got {self.method!r}")
+        if self.method not in TRAINED:
+            raise DSparkError(
+                f"training option method must be one of {', '.join(TRAINED)}, got {self.method!r}"
+            )
         if self.dtype not in ("float32", "bfloat16"):
             raise DSparkError(f"training option dtype must be float32 or bfloat16, got {self.dtype!r}")
         if self.features not in ("compute", "memory", "disk"):
             raise DSparkError(
                 f"training option features must be compute, memory or disk, got {self.features!r}"
             )
-        for name in ("block_size", "num_layers", "steps", "sequences_per_step", "anchors_per_sequence"):
-            if getattr(self, name) < 1:
-                raise DSparkError(f"training option {name} must be 1 or more, got {getattr(self, name)}")
+        counts = (
+            "block_size",
+            "num_layers",
+            "steps",
+            "sequences_per_step",
+            "anchors_per_sequence",
+            "accumulate",
+        )
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DSparkError(f"training option {name} must be 1 or more, got {value}")
+        if self.accumulate > self.sequences_per_step:
+            raise DSparkError(
+                f"training option accumulate must be at most sequences_per_step ({self.sequences_per_step}), "
+                f"got {self.accumulate}"
+            )
 
     @staticmethod
     def load(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

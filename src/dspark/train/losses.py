@@ -50,7 +50,7 @@ CHUNK_ELEMENTS = 1 << 17  # of [rows, Vd] at a time: temporaries of half a megab
 
 
 class _Divergence(torch.autograd.Function):
-    """Weighted mean of CE, KL cross term and L1 of softmax(logits) against p_t, with its gradient.
+    """Weighted sum of CE, KL cross term and L1 of softmax(logits) against p_t, with its gradient.
 
     Value and gradient are made together, a few rows at a time: [n * gamma, Vd] temporaries in main memory, which
     autograd would keep and revisit, cost more than all matrix products of a step.
@@ -64,7 +64,7 @@ class _Divergence(torch.autograd.Function):
         rows: Tensor,  # [M] rows of logits that count
         target_rows: Tensor,  # [M] the row of p_target that belongs to each
         labels: Tensor,  # [M]
-        weight: Tensor,  # [M], sums to 1
+        weight: Tensor,  # [M]
         weights: LossWeights,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad = torch.zeros_like(logits) if ctx.needs_input_grad[0] else None
@@ -113,6 +113,7 @@ def block_loss(
     hidden: Tensor | None = None,
     target_hidden: Tensor | None = None,
     target_rows: Tensor | None = None,
+    total_weight: float | None = None,
 ) -> BlockLoss:
     """Losses of n blocks.
 
@@ -124,12 +125,14 @@ def block_loss(
         confidence_logits: [n, gamma]; trained on the detached overlap.
         hidden, target_hidden: [n, gamma, H] for the regression term.
         target_rows: [n, gamma] int64. Given, p_target is [R, Vd] and this says which row belongs to each slot.
+        total_weight: sum of slot weights that the means divide by; that of these slots by default. With that of
+            several batches, the batches' losses and gradients add up to those of one.
     """
     n, gamma, size = logits.shape
     # Slots past the end are dropped, not zeroed: they would cost a full softmax each.
     rows = mask.flatten().nonzero().squeeze(1)
     weight = slot_weights(gamma, weights.decay, logits.device).repeat(n)[rows]
-    weight = weight / weight.sum().clamp(min=1e-9)
+    weight = weight / (weight.sum().clamp(min=1e-9) if total_weight is None else total_weight)
     total, (ce, l1, kl), overlap = _Divergence.apply(
         logits.reshape(n * gamma, size),
         p_target.reshape(-1, size),

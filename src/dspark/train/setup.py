@@ -10,17 +10,19 @@ from typing import Any
 import torch
 
 from dspark.core import DSparkError
-from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.checkpoint import load_drafter_model
 from dspark.drafters.config import DrafterConfig
+from dspark.drafters.model import DrafterModel
+from dspark.drafters.models import build_model
 from dspark.target.decoder import Decoder
 from dspark.target.load import load_decoder
 from dspark.target.tokenizer import Tokenizer
 from dspark.target.zoo import resolve
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences, split
+from dspark.train.methods import METHOD_DEFAULTS
 from dspark.train.trainer import Trainer
-from dspark.train.warm_start import bigram_scores, copy_last_layers, init_head_from_bigrams, share_embeddings
+from dspark.train.warm_start import bigram_scores, init_head_from_bigrams, share_embeddings
 
 __all__ = ["build_trainer", "draft_vocabulary", "drafter_config", "token_counts"]
 
@@ -44,14 +46,15 @@ def draft_vocabulary(counts: torch.Tensor, size: int | None, keep: tuple[int, ..
 
 
 def drafter_config(
-    config: TrainConfig, target: Decoder, mask_token_id: int, draft_vocab_size: int
+    config: TrainConfig, target: Decoder, mask_token_id: int | None, draft_vocab_size: int
 ) -> DrafterConfig:
-    """A drafter whose layers have the target's shape."""
-    shape = target.config
+    """A drafter whose layers have the target's shape; what `config` leaves open is its method's default."""
+    shape, method = target.config, METHOD_DEFAULTS[config.method]
+    confidence = method.confidence_head if config.confidence_head is None else config.confidence_head
     return DrafterConfig(
         method=config.method,
         block_size=config.block_size,
-        num_layers=config.num_layers,
+        num_layers=config.num_layers or method.num_layers,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_heads=shape.num_heads,
@@ -62,11 +65,11 @@ def drafter_config(
         max_context=shape.max_context,
         qk_norm=shape.qk_norm,
         vocab_size=shape.vocab_size,
-        mask_token_id=mask_token_id,
-        taps=config.taps,
-        markov_rank=config.markov_rank if config.method == "dspark" else 0,
+        mask_token_id=mask_token_id if method.mask_token else None,
+        taps=method.taps(shape.num_layers) if config.taps is None else config.taps,
+        markov_rank=config.markov_rank if method.sequential_head else 0,
         markov_head_type=config.markov_head_type,
-        confidence_head=config.confidence_head and config.method == "dspark",
+        confidence_head=confidence,
         draft_vocab_size=draft_vocab_size if draft_vocab_size < shape.vocab_size else None,
         target_identity=target.identity,
         num_speculative_tokens=config.num_speculative_tokens,
@@ -100,7 +103,7 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
     else:
         vocab = draft_vocabulary(counts, config.draft_vocab_size, target.eos_token_ids)
         mask = tokenizer.encode(config.mask_token)[0] if config.mask_token else _spare_token(counts, target)
-    model = BlockDrafterModel(drafter_config(config, target, mask, len(vocab)))
+    model = build_model(drafter_config(config, target, mask, len(vocab)))
     model.vocab = vocab
     covered = float(counts[model.vocab].sum() / counts.sum())
     report(
@@ -118,7 +121,8 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
         trainer.start_from(start, Path(str(config.init_from)))
         report(f"goes on from {config.init_from}, {trainer.blocks} blocks so far")
     elif config.warm_start:
-        _warm_start(model, target, tokenizer, counts, config, report)
+        trainer.form.warm_start(target)
+        _start_head(model, target, tokenizer, counts, config, report)
     return trainer
 
 
@@ -142,22 +146,23 @@ def _starting_point(path: Path, target: Decoder) -> dict[str, Any]:
     return state
 
 
-def _warm_start(
-    model: BlockDrafterModel,
+def _start_head(
+    model: DrafterModel,
     target: Decoder,
     tokenizer: Tokenizer,
     counts: torch.Tensor,
     config: TrainConfig,
     report: Callable[[str], None],
 ) -> None:
-    copy_last_layers(model, target)
-    if model.head is not None:
-        report("computing the target's bigram table")
-        prefix = torch.tensor(tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}]))[-3:]
-        seen = counts.nonzero().squeeze(1)  # a token that never occurs starts without a bias
-        scores = torch.zeros(target.vocab_size, len(model.vocab), dtype=torch.bfloat16)
-        scores[seen] = bigram_scores(target, seen, model.vocab, prefix)
-        share = init_head_from_bigrams(
-            model, scores, counts + 0.5, counts[model.vocab] + 0.5, config.bigram_strength, config.seed
-        )
-        report(f"sequential head starts with {100 * share:.0f}% of the bigram table's weight")
+    """The sequential head, if there is one, starts from the target's bigram table."""
+    if model.head is None:
+        return
+    report("computing the target's bigram table")
+    prefix = torch.tensor(tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}]))[-3:]
+    seen = counts.nonzero().squeeze(1)  # a token that never occurs starts without a bias
+    scores = torch.zeros(target.vocab_size, len(model.vocab), dtype=torch.bfloat16)
+    scores[seen] = bigram_scores(target, seen, model.vocab, prefix)
+    share = init_head_from_bigrams(
+        model, scores, counts + 0.5, counts[model.vocab] + 0.5, config.bigram_strength, config.seed
+    )
+    report(f"sequential head starts with {100 * share:.0f}% of the bigram table's weight")

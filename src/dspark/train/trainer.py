@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor
 
 from dspark.core import DSparkError
-from dspark.drafters.backbone import BlockDrafterModel
+from dspark.drafters.model import DrafterModel
 from dspark.target.decoder import Decoder
-from dspark.train.blocks import BlockBatch, block_forward, draw_anchors, make_batch
+from dspark.train.blocks import BlockBatch, draw_anchors, make_batch, slot_mask
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence
 from dspark.train.features import FeatureSource
-from dspark.train.losses import BlockLoss, LossWeights, block_loss
+from dspark.train.losses import BlockLoss, LossWeights, block_loss, slot_weights
+from dspark.train.run_log import LengthWatch, RunLog
+from dspark.train.trainable import trainable
 
 __all__ = ["Trainer", "load_weights"]
 
@@ -34,12 +37,12 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        model: BlockDrafterModel,
+        model: DrafterModel,
         target: Decoder,
         sequences: list[Sequence],
         held_out: list[Sequence],
     ) -> None:
-        self.config, self.model = config, model
+        self.config, self.model, self.form = config, model, trainable(model)
         self.sequences, self.held_out = sequences, held_out
         directory = Path(config.feature_dir) if config.feature_dir else Path(config.output) / "features"
         self.features = FeatureSource(target, model.config.taps, config.features, directory)
@@ -65,28 +68,39 @@ class Trainer:
         self.step, self.blocks = 0, 0
         self.averaged_steps: list[int] = []
         self.output = Path(config.output)
+        self.log = RunLog(self.output, config.tensorboard)
 
-    def batch(self, step: int) -> BlockBatch:
-        """The blocks of a step: an epoch order of the sequences, and anchors drawn at random."""
+    def draw(self, step: int) -> list[tuple[Sequence, Tensor]]:
+        """The sequences of a step, in an epoch's order, and in each anchors drawn at random."""
         per_step, count = self.config.sequences_per_step, len(self.sequences)
         chosen = []
         for i in range(step * per_step, (step + 1) * per_step):
             epoch, index = divmod(i, count)
             chosen.append(self.sequences[_epoch_order(count, self.config.seed, epoch)[index]])
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
-        anchors = [draw_anchors(s, self.config.anchors_per_sequence, generator) for s in chosen]
-        return make_batch(chosen, self.features(chosen), anchors, self.model.config.block_size)
+        return [(s, draw_anchors(s, self.config.anchors_per_sequence, generator)) for s in chosen]
 
-    def loss(self, batch: BlockBatch) -> tuple[BlockLoss, Tensor, Tensor, Tensor]:
+    def batch(self, step: int) -> BlockBatch:
+        """All blocks of a step."""
+        return self._gather(self.draw(step))
+
+    def _gather(self, drawn: Seq[tuple[Sequence, Tensor]]) -> BlockBatch:
+        sequences, anchors = zip(*drawn, strict=True)
+        return make_batch(sequences, self.features(sequences), anchors, self.form.slots)
+
+    def loss(
+        self, batch: BlockBatch, total_weight: float | None = None
+    ) -> tuple[BlockLoss, Tensor, Tensor, Tensor]:
         """The loss of a batch, with its draft logits [n, gamma, Vd] and `target_probabilities`."""
         with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
-            hidden, logits, confidence = block_forward(self.model, batch)
+            hidden, logits, confidence = self.form.forward(batch)
         with torch.no_grad():
             p_target, rows = self.target_probabilities(batch)
         labels = self.draft_ids[batch.tokens[:, 1:]]
         loss = block_loss(
-            logits, p_target, labels, batch.mask, self.weights, confidence, hidden, batch.last_hidden, rows
-        )
+            logits, p_target, labels, batch.mask, self.weights, confidence, hidden, batch.last_hidden, rows,
+            total_weight,
+        )  # fmt: skip
         return loss, logits, p_target, rows
 
     def target_probabilities(self, batch: BlockBatch) -> tuple[Tensor, Tensor]:
@@ -111,25 +125,27 @@ class Trainer:
         return logits.exp_().to(self.dtype), inverse.unflatten(0, (n, gamma))
 
     def train_step(self) -> dict[str, float]:
+        """One optimiser step; its sequences pass in `accumulate` parts whose gradients add up."""
         lr = self.config.lr * _schedule(self.step, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
-        batch = self.batch(self.step)
+        drawn = self.draw(self.step)
+        gamma = self.form.slots
+        masks = torch.cat([slot_mask(anchors, len(s.token_ids), gamma) for s, anchors in drawn])
+        total_weight = max(1e-9, float((masks * slot_weights(gamma, self.config.decay)).sum()))
         self.model.train()
-        loss, *_ = self.loss(batch)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.total.backward()
+        sums, covered = Counter[str](), torch.zeros(gamma)
+        for part in _parts(drawn, self.config.accumulate):
+            loss, *_ = self.loss(self._gather(part), total_weight)
+            loss.total.backward()
+            sums.update({"loss": float(loss.total.detach()), **{k: float(v) for k, v in loss.terms.items()}})
+            covered += loss.overlap.sum(0)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
         self.step += 1
-        self.blocks += len(batch.anchors)
-        covered = loss.overlap.sum(0) / batch.mask.sum(0).clamp(min=1)
-        return {
-            "loss": float(loss.total.detach()),
-            **{k: float(v) for k, v in loss.terms.items()},
-            "lr": lr,
-            "overlap1": float(covered[0]),
-        }
+        self.blocks += len(masks)
+        return {**sums, "lr": lr, "overlap1": float(covered[0] / masks[:, 0].sum().clamp(min=1))}
 
     @torch.no_grad()
     def evaluate(self, max_sequences: int = 64) -> dict[str, Any]:
@@ -165,6 +181,7 @@ class Trainer:
         self.output.mkdir(parents=True, exist_ok=True)
         started, blocks = time.perf_counter(), self.blocks
         losses: list[dict[str, float]] = []
+        watch = LengthWatch()
         while self.step < self.config.steps:
             losses.append(self.train_step())
             last = self.step == self.config.steps
@@ -178,8 +195,8 @@ class Trainer:
                     **mean,
                     **self.evaluate(),
                 }
-                with (self.output / "log.jsonl").open("a", encoding="utf-8") as log:
-                    log.write(json.dumps(record) + "\n")
+                self.log.write(record)
+                watch.see(record)
                 started, blocks, losses = time.perf_counter(), self.blocks, []
                 yield record
             if self.step % self.config.save_every == 0 or last:
@@ -231,11 +248,17 @@ class Trainer:
         return True
 
 
+def _parts(items: Seq[Any], count: int) -> Iterator[Seq[Any]]:
+    """`items` cut into `count` runs as equal as possible."""
+    edges = [i * len(items) // count for i in range(count + 1)]
+    return (items[a:b] for a, b in pairwise(edges))
+
+
 def _mean(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).mean(0) if tensors[0].is_floating_point() else tensors[0]
 
 
-def load_weights(model: BlockDrafterModel, state: dict[str, Any], path: Path) -> None:
+def load_weights(model: DrafterModel, state: dict[str, Any], path: Path) -> None:
     """Load a resume state's weights into a model of the same shape and draft vocabulary.
 
     Raises:

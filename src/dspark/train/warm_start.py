@@ -12,12 +12,22 @@ from torch import Tensor
 
 from dspark.core import DSparkError
 from dspark.drafters.backbone import BlockDrafterModel
+from dspark.drafters.eagle3 import Eagle3Model
+from dspark.drafters.model import DrafterModel
+from dspark.drafters.mtp import MTPModel
 from dspark.target.decoder import Decoder, DecoderLayer
 
-__all__ = ["bigram_scores", "copy_last_layers", "init_head_from_bigrams", "share_embeddings"]
+__all__ = [
+    "bigram_scores",
+    "copy_into_eagle3",
+    "copy_into_mtp",
+    "copy_last_layers",
+    "init_head_from_bigrams",
+    "share_embeddings",
+]
 
 
-def share_embeddings(model: BlockDrafterModel, target: Decoder) -> None:
+def share_embeddings(model: DrafterModel, target: Decoder) -> None:
     """Embedding and LM head are the target's rows, frozen (section 2 of the algorithm)."""
     model.embed.weight.data = target.embed.weight.detach().float()
     model.lm_head.weight.data = target.lm_head.weight.detach().float()[model.vocab]
@@ -33,13 +43,13 @@ def copy_last_layers(model: BlockDrafterModel, target: Decoder) -> None:
     context keys and values start as exactly the target's.
     """
     config = model.config
-    if config.qk_norm != target.config.qk_norm or config.hidden_size != target.config.hidden_size:
-        raise DSparkError("warm start needs a drafter with the target's layer shape; set warm_start=false")
-    sources = list(target.layers)[-config.num_layers :]
-    for layer, source in zip(model.layers, sources, strict=True):
+    if config.num_layers > len(target.layers):
+        raise DSparkError(
+            f"warm start copies {config.num_layers} layers, the target has {len(target.layers)}: lower num_layers"
+        )
+    for i, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
-        assert isinstance(source, DecoderLayer)
-        state = {k: v.detach().float().clone() for k, v in source.state_dict().items()}
+        state = _layer_state(model, target, i - config.num_layers)
         state["qkv_proj.weight"] *= state["input_norm.weight"]
         state["input_norm.weight"] = torch.ones_like(state["input_norm.weight"])
         layer.load_state_dict(state)
@@ -48,6 +58,46 @@ def copy_last_layers(model: BlockDrafterModel, target: Decoder) -> None:
     hidden = config.hidden_size
     model.fc.weight.data.normal_(std=1e-3)
     model.fc.weight.data[:, -hidden:] += torch.eye(hidden)
+
+
+@torch.no_grad()
+def copy_into_eagle3(model: Eagle3Model, target: Decoder) -> None:
+    """Copy the target's last layer and final norm: it reads the token and the last tap alike, each in its half."""
+    state = _layer_state(model, target, -1)
+    state["qkv_proj.weight"] = state["qkv_proj.weight"].repeat(1, 2) / 2
+    state["hidden_norm.weight"] = state["input_norm.weight"].clone()
+    model.layer.load_state_dict(state)
+    model.norm.weight.data = target.norm.weight.detach().float().clone()
+    hidden = model.config.hidden_size
+    model.fc.weight.data.normal_(std=1e-3)
+    model.fc.weight.data[:, -hidden:] += torch.eye(hidden)
+
+
+@torch.no_grad()
+def copy_into_mtp(model: MTPModel, target: Decoder) -> None:
+    """Copy the target's last layer and final norm; token and hidden state enter it as their sum."""
+    model.layer.load_state_dict(_layer_state(model, target, -1))
+    model.norm.weight.data = target.norm.weight.detach().float().clone()
+    for norm in (model.hidden_norm, model.embed_norm):
+        norm.weight.data.fill_(1.0)
+    model.proj.weight.data.normal_(std=1e-3)
+    model.proj.weight.data += torch.eye(model.config.hidden_size).repeat(1, 2)
+
+
+def _layer_state(model: DrafterModel, target: Decoder, index: int) -> dict[str, Tensor]:
+    """Weights of the target's layer `index`, float32.
+
+    Raises:
+        DSparkError: the drafter's layers have another shape.
+    """
+    own, theirs = model.config.layer_config, target.config
+    names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "qk_norm")
+    differs = [n for n in (*names, "attention_bias") if getattr(own, n) != getattr(theirs, n)]
+    if differs:
+        raise DSparkError(
+            f"warm start needs a drafter with the target's layer shape, {differs[0]} differs; set warm_start=false"
+        )
+    return {k: v.detach().float().clone() for k, v in target.layers[index].state_dict().items()}
 
 
 @torch.no_grad()
@@ -69,7 +119,7 @@ def bigram_scores(target: Decoder, tokens: Tensor, vocab: Tensor, prefix: Tensor
 
 @torch.no_grad()
 def init_head_from_bigrams(
-    model: BlockDrafterModel,
+    model: DrafterModel,
     scores: Tensor,
     row_weight: Tensor,
     column_weight: Tensor,

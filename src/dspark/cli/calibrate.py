@@ -1,0 +1,286 @@
+"""`dspark calibrate`: make the drafter's confidences probabilities (sequential temperature scaling)."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark.cli.options import add_model_options, load_llm, speculative_config
+
+if TYPE_CHECKING:
+    from dspark.calibrate import Calibration, Evaluation, Rounds
+    from dspark.calibrate.collect import Job
+    from dspark.calibrate.jobs import CalibrationPrompt
+    from dspark.calibrate.rounds import Source
+
+__all__ = ["add_parser"]
+
+_SAVE_EVERY = 8  # finished answers
+_TEMPERATURES = (0.0, 1.0)
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the `add_subparsers` object of `dspark`."""
+    parser = verbs.add_parser(
+        "calibrate",
+        help="make confidences probabilities",
+        description=__doc__,
+        epilog="Exit code 1: the temperatures are no improvement on held-out rounds; nothing was saved then.",
+    )
+    parser.add_argument("--out", default="calibration.json", metavar="PATH", help="%(default)s")
+    parser.add_argument("--format", default="dspark", metavar="NAME", help="dspark, sglang or tensorrt-llm")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--check", metavar="PATH", help="hold this calibration to the rounds instead of fitting one"
+    )
+    mode.add_argument(
+        "--convert", metavar="PATH", help="write this calibration to --out in --format, no more"
+    )
+    _add_rounds_options(parser)
+    _add_fit_options(parser)
+    parser.add_argument(
+        "--diagram", metavar="PATH.svg", help="write reliability diagrams, whatever the outcome"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_model_options(parser, with_method=False)
+    parser.set_defaults(run=run)
+
+
+def _add_rounds_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("rounds")
+    group.add_argument(
+        "--rounds", metavar="PATH", help="kept here, and continued if it exists; default: beside --out"
+    )
+    group.add_argument(
+        "--no-collect", action="store_true", help="take the rounds as they are; no model is loaded"
+    )
+    group.add_argument(
+        "--prompts",
+        default="72",
+        metavar="N|PATH",
+        help="the first N built-in prompts (%(default)s), or a .jsonl of messages or turns, with a domain if you like",
+    )
+    group.add_argument(
+        "--temperatures",
+        type=_floats,
+        metavar="LIST",
+        help="those you serve at; 0,1 unless the rounds say otherwise",
+    )
+    group.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="answers a prompt above 0 (%(default)s)"
+    )
+    group.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="of each answer (%(default)s)"
+    )
+    group.add_argument(
+        "--concurrency", type=int, default=8, metavar="N", help="answers at a time (%(default)s)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of sampling and of the split (%(default)s)")
+
+
+def _add_fit_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("fit")
+    group.add_argument(
+        "--held-out", type=float, default=0.5, metavar="SHARE", help="of each domain's prompts (%(default)s)"
+    )
+    group.add_argument(
+        "--labels",
+        default="expected",
+        choices=("expected", "realised"),
+        help="fit to the probability of acceptance, or to outcomes (%(default)s)",
+    )
+    group.add_argument(
+        "--bins", type=int, default=15, metavar="N", help="of the calibration error (%(default)s)"
+    )
+    group.add_argument(
+        "--binning", default="mass", choices=("mass", "width"), help="equal mass or equal width (%(default)s)"
+    )
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collect what is missing, fit on some prompts, judge on the others, save an improvement."""
+    from dspark.calibrate import Bins, evaluate, fit, load_calibration, save_calibration, with_results
+
+    _check(args)
+    if args.convert is not None:
+        save_calibration(Path(args.out), load_calibration(Path(args.convert)), args.format)
+        return 0
+    bins = Bins(args.bins, args.binning)
+    given = None if args.check is None else load_calibration(Path(args.check))
+    rounds = _rounds(args)
+    to_fit, held_out = rounds.split(args.held_out, args.seed)
+    calibration = fit(to_fit, bins, args.labels) if given is None else given
+    if given is not None:
+        calibration.check_fits(
+            rounds.source.drafter_identity, rounds.source.target_identity, rounds.source.gamma
+        )
+    evaluation = evaluate(held_out, calibration, bins, args.seed)
+    refusal = evaluation.refusal
+    saved = refusal is None and given is None
+    if saved:
+        complete = _with_provenance(args, with_results(calibration, evaluation))
+        save_calibration(Path(args.out), complete, args.format)
+    _report(args, evaluation, saved)
+    return int(refusal is not None)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse before hours of work what could not be written after it."""
+    from dspark.calibrate.formats import FORMATS
+    from dspark.core import DSparkError
+
+    if args.format not in FORMATS:
+        raise DSparkError(f"--format {args.format!r} is not known; choose from {', '.join(FORMATS)}")
+    if args.diagram is not None and not args.diagram.endswith(".svg"):
+        raise DSparkError(f"--diagram writes an .svg file, not {args.diagram!r}")
+    for path in (args.out, args.rounds, args.diagram):
+        if path is not None and not Path(path).parent.is_dir():
+            raise DSparkError(f"no directory {str(Path(path).parent)!r} for {path!r}: create it first")
+    if not 0 < args.held_out < 1:
+        raise DSparkError(f"--held-out must lie between 0 and 1, got {args.held_out}")
+
+
+def _with_provenance(args: argparse.Namespace, calibration: Calibration) -> Calibration:
+    from dataclasses import replace
+    from datetime import UTC, datetime
+
+    from dspark.cli.machine import versions
+
+    named = tuple(f"{name} {version}" for name, version in versions().items() if version is not None)
+    dataset = f"{args.prompts} built-in prompts" if args.prompts.isdecimal() else Path(args.prompts).name
+    if args.no_collect:
+        dataset = _rounds_path(args).name
+    return replace(
+        calibration, dataset=dataset, versions=named, created=f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}"
+    )
+
+
+def _rounds_path(args: argparse.Namespace) -> Path:
+    if args.rounds is not None:
+        return Path(args.rounds)
+    out = Path(args.out)
+    return out.with_name(f"{out.stem}.rounds.safetensors")
+
+
+def _rounds(args: argparse.Namespace) -> Rounds:
+    """The rounds to work on: at --temperatures, where these are given."""
+    from dspark.calibrate import load_rounds
+    from dspark.core import DSparkError
+
+    path = _rounds_path(args)
+    rounds = load_rounds(path) if args.no_collect else _collected(args, path)
+    if args.temperatures is not None:
+        rounds = rounds.of_answers([a.temperature in args.temperatures for a in rounds.answers])
+    if not len(rounds):
+        raise DSparkError(f"{path} holds no rounds at these temperatures: collect some first")
+    return rounds
+
+
+def _collected(args: argparse.Namespace, path: Path) -> Rounds:
+    """Load the model and add to the file at `path` what it lacks."""
+    from dspark.calibrate import load_rounds
+    from dspark.calibrate.jobs import drafter_directory, plan_jobs, source_of
+    from dspark.core import DSparkError
+
+    prompts = _prompts(args.prompts)
+    if args.concurrency < 1:
+        raise DSparkError(f"--concurrency must be 1 or more, got {args.concurrency}")
+    config = speculative_config("dspark", args.drafter, args.num_speculative_tokens)
+    llm = load_llm(args, config, max_num_seqs=args.concurrency)
+    directory = drafter_directory(args.drafter, llm.engine.target.identity)
+    source = source_of(llm.engine, directory, args.model, args.num_speculative_tokens)
+    jobs = plan_jobs(
+        prompts,
+        llm.tokenizer.apply_chat_template,
+        args.temperatures or _TEMPERATURES,
+        samples=args.samples,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+    )
+    known = [load_rounds(path)] if path.exists() else []
+    for part in known:
+        part.source.check_same(source, str(path))
+    done = {answer for part in known for answer in part.answers}
+    missing = [job for job in jobs if job.answer not in done]
+    return _collect(args, llm.engine, missing, source, known, path)
+
+
+def _collect(
+    args: argparse.Namespace, engine: Any, jobs: list[Job], source: Source, known: list[Rounds], path: Path
+) -> Rounds:
+    """Save as answers end; what is cut short goes on where it was."""
+    from dspark.calibrate import Rounds, save_rounds
+    from dspark.calibrate.collect import collect
+    from dspark.cli.progress import StatusLine
+
+    parts, saved = list(known), len(known)
+    ended, rounds = 0, sum(map(len, known))
+    try:
+        with StatusLine(lambda: f"calibrate: {ended} of {len(jobs)} answers, {rounds} rounds") as status:
+            for part in collect(engine, jobs, source, args.concurrency):
+                parts.append(part)
+                ended, rounds = ended + 1, rounds + len(part)
+                status.tick()
+                if len(parts) - saved >= _SAVE_EVERY:
+                    parts = [Rounds.join(parts)]
+                    save_rounds(path, parts[0])
+                    saved = 1
+    finally:
+        if len(parts) > saved:
+            save_rounds(path, Rounds.join(parts))
+    return Rounds.join(parts)
+
+
+def _prompts(prompts: str) -> list[CalibrationPrompt]:
+    """Built-in prompts, or those of a file, which are told apart by what they say."""
+    from dspark.calibrate.jobs import CalibrationPrompt
+    from dspark.core import DSparkError
+    from dspark.data import load_prompts
+    from dspark.evaluate.conversations import load_prompt_sets
+
+    if prompts.isdecimal():
+        if int(prompts) < 2:
+            raise DSparkError(
+                f"--prompts must be 2 or more, one to fit to and one to judge by, got {prompts}"
+            )
+        return [CalibrationPrompt(p.id, p.domain, p.messages) for p in load_prompts(limit=int(prompts))]
+    (chosen,) = load_prompt_sets([prompts])
+    found = {}
+    for c in chosen.conversations:
+        key = hashlib.sha256(json.dumps(c.messages, sort_keys=True).encode()).hexdigest()[:16]
+        found[key] = CalibrationPrompt(key, c.domain, c.messages)
+    return list(found.values())
+
+
+def _report(args: argparse.Namespace, evaluation: Evaluation, saved: bool) -> None:
+    from dspark.calibrate.diagram import reliability_svg
+    from dspark.calibrate.tables import group_table, slot_table
+    from dspark.cli.terminal import Output, write_json
+
+    if args.diagram is not None:
+        Path(args.diagram).write_text(reliability_svg(evaluation.all), "utf-8")
+    if args.json:
+        files = {"saved": args.out if saved else None, "rounds_file": str(_rounds_path(args))}
+        write_json({**evaluation.as_dict(), **files}, indent=1)
+    else:
+        out = Output()
+        out.print(slot_table(evaluation))
+        out.print(group_table(evaluation))
+    for warning in evaluation.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if evaluation.refusal is not None:
+        kept = "" if args.check else "; nothing was saved"
+        print(f"refused: {evaluation.refusal}{kept}", file=sys.stderr)
+    elif saved and not args.json:
+        Output().print(f"saved: {args.out}")

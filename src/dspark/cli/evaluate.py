@@ -1,0 +1,329 @@
+"""`dspark evaluate`: accepted length, position-wise acceptance, collisions and speed of several drafters."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark.cli.options import DEFAULT_MODEL, load_llm, speculative_config
+from dspark.drafters.methods import METHODS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dspark.evaluate.cells import Cell, CellStore
+    from dspark.evaluate.conversations import PromptSet
+    from dspark.evaluate.evaluation import EvaluationSettings, Group
+
+__all__ = ["add_parser"]
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the `add_subparsers` object of `dspark`."""
+    parser = verbs.add_parser(
+        "evaluate",
+        help="how good are drafters?",
+        description=__doc__,
+        epilog="The same command goes on with an interrupted run, or adds drafters, prompts and temperatures to it. "
+        "Exit code 1: at temperature 0 a drafter's output is not plain decoding's.",
+    )
+    parser.add_argument(
+        "--drafters",
+        default="none,ngram,dspark",
+        metavar="LIST",
+        help=f"names ({', '.join(METHODS)}) and checkpoint directories (%(default)s); none is always measured",
+    )
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        default=["builtin"],
+        metavar="SET",
+        help="builtin, or .jsonl files (%(default)s)",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="first N prompts of each set; default: all")
+    parser.add_argument(
+        "--temperatures", type=_temperatures, default="0,1", metavar="LIST", help="%(default)s"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="of each answer (%(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=1, metavar="N", help="conversations at a time (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
+    parser.add_argument(
+        "--output", default="evaluation", metavar="DIR", help="directory of the results (%(default)s)"
+    )
+    parser.add_argument(
+        "--figures", action="store_true", help="draw figures, too (needs the extra dspark[figures])"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    _add_collision_options(parser)
+    _add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1") from None
+
+
+def _add_collision_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cross-mode collisions")
+    group.add_argument(
+        "--probable",
+        type=float,
+        default=0.1,
+        metavar="P",
+        help="least probability of each part (%(default)s)",
+    )
+    group.add_argument(
+        "--improbable",
+        type=float,
+        default=0.01,
+        metavar="P",
+        help="most probability of the second part behind the first (%(default)s)",
+    )
+    group.add_argument(
+        "--alternatives",
+        type=int,
+        default=4,
+        metavar="N",
+        help="tokens tried in the place of the first part; 0 skips it (%(default)s)",
+    )
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="known name, Hugging Face directory or .gguf file (%(default)s)",
+    )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="N",
+        help="gamma, drafts a round; default: each drafter's own block",
+    )
+    group.add_argument("--device", default="cpu", help="cpu, cuda (%(default)s)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    group.add_argument("--dtype", default="float32", help="of the weights and the KV cache (%(default)s)")
+
+
+@dataclass(frozen=True)
+class _Entrant:
+    """A drafter of the command line: its `speculative_config`, and what tells it from another of the same label."""
+
+    label: str
+    config: dict[str, Any]
+    fingerprint: str
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that is cheap to check, measure what is missing, report."""
+    from dspark.evaluate.cells import CellStore
+    from dspark.evaluate.conversations import load_prompt_sets
+    from dspark.evaluate.evaluation import EvaluationSettings, plan_groups
+    from dspark.evaluate.figures import require_matplotlib
+    from dspark.evaluate.rounds import CollisionThresholds
+
+    if args.figures:
+        require_matplotlib()
+    settings = EvaluationSettings(
+        temperatures=args.temperatures,
+        max_tokens=args.max_tokens,
+        concurrency=args.concurrency,
+        seed=args.seed,
+        collisions=CollisionThresholds(
+            probable=args.probable, improbable=args.improbable, alternatives=args.alternatives
+        ),
+    )
+    sets = load_prompt_sets(args.prompts, args.limit)
+    entrants = _entrants(args)
+    store = CellStore(Path(args.output).expanduser(), _fixed(args, settings, entrants))
+    names = ["none", *(entrant.label for entrant in entrants)]
+    groups = list(plan_groups(sets, settings))
+    keys = [group.key(name) for group in groups for name in names]
+    try:
+        if store.missing(keys):
+            _measure(args, settings, sets, entrants, store, len(groups))
+    except KeyboardInterrupt:
+        _report(args, store, [store.cells[key] for key in keys if key in store.cells], complete=False)
+        raise
+    return _report(args, store, [store.cells[key] for key in keys], complete=True)
+
+
+def _entrants(args: argparse.Namespace) -> list[_Entrant]:
+    from dspark import __version__
+    from dspark.core import DSparkError
+    from dspark.drafters.checkpoint import read_drafter_config
+
+    entrants: dict[str, _Entrant] = {}
+    for text in dict.fromkeys(part.strip() for part in args.drafters.split(",")):
+        count, path = args.num_speculative_tokens, Path(text).expanduser()
+        if text == "none":
+            continue
+        if text in METHODS:
+            label, config = text, speculative_config(text, None, count)
+            fingerprint = f"shipped with dspark {__version__}"
+        elif text and path.is_dir():
+            label = "/".join(path.resolve().parts[-2:])
+            config = speculative_config(read_drafter_config(path).method, str(path), count)
+            fingerprint = _fingerprint(path)
+        else:
+            raise DSparkError(
+                f"--drafters: {text!r} is neither a method ({', '.join(METHODS)}) nor a checkpoint directory"
+            )
+        if label in entrants:
+            raise DSparkError(f"--drafters: two checkpoints end in {label!r}: rename one of the directories")
+        entrants[label] = _Entrant(label, config, fingerprint)
+    return list(entrants.values())
+
+
+def _fingerprint(directory: Path) -> str:
+    """Of a checkpoint's contents."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.json")) + sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _fixed(
+    args: argparse.Namespace, settings: EvaluationSettings, entrants: Sequence[_Entrant]
+) -> dict[str, Any]:
+    """What all cells of a directory have in common."""
+    names = ("model", "dtype", "device", "threads", "num_speculative_tokens")
+    shared = ("max_tokens", "concurrency", "seed", "collisions")
+    return {
+        **{name: getattr(args, name) for name in names},
+        **{name: value for name, value in asdict(settings).items() if name in shared},
+        "drafters": {entrant.label: entrant.fingerprint for entrant in entrants},
+    }
+
+
+def _measure(
+    args: argparse.Namespace,
+    settings: EvaluationSettings,
+    sets: Sequence[PromptSet],
+    entrants: Sequence[_Entrant],
+    store: CellStore,
+    num_groups: int,
+) -> None:
+    """Load the target once, and every drafter over it."""
+    from dspark.drafters.registry import build_drafter
+    from dspark.evaluate.evaluation import make_contestants, run_evaluation
+
+    llm = load_llm(args, {"method": "none"}, max_num_seqs=args.concurrency)
+    target, tokenizer, config = llm.engine.target, llm.tokenizer, llm.engine.config
+    del llm  # its KV pool is not needed
+    drafters = {}
+    for entrant in entrants:
+        drafter, policy = build_drafter(entrant.config, target)
+        assert drafter is not None, "only plain decoding has no drafter"
+        drafters[entrant.label] = (drafter, policy)
+    contestants = make_contestants(target, drafters, tokenizer, config, settings)
+    with _progress(num_groups) as progress:
+        run_evaluation(
+            contestants, sets, settings, store, target, lambda m: tokenizer.apply_chat_template(m), progress
+        )
+
+
+@contextmanager
+def _progress(groups: int) -> Iterator[Callable[[Group], None]]:
+    """A bar on stderr; the function it gives is called behind each group."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("groups", total=groups)
+        yield lambda group: bar.update(
+            task, advance=1, description=f"{group.prompts} T={group.temperature:g}"
+        )
+
+
+def _report(args: argparse.Namespace, store: CellStore, cells: Sequence[Cell], complete: bool) -> int:
+    """Write the files, print a table or JSON; the exit code."""
+    from dspark.cli.machine import machine, versions
+    from dspark.cli.terminal import Output, plain_json, write_json
+    from dspark.evaluate.figures import draw_figures
+    from dspark.evaluate.reporting import describe_divergence, write_report
+    from dspark.evaluate.summary import DEFINITIONS, first_divergences, summarise
+
+    settings = {
+        key: value for key, value in vars(args).items() if key not in ("run", "verb", "json", "model")
+    }
+    divergences = first_divergences(cells)
+    report = plain_json(
+        {
+            "format": "dspark-evaluation",
+            "format_version": 1,
+            "complete": complete,
+            "model": args.model,
+            "versions": versions(),
+            "machine": machine(),
+            "settings": settings,
+            "definitions": DEFINITIONS,
+            "divergences": divergences,
+            "summary": summarise(cells),
+        }
+    )
+    figures = draw_figures(store.directory, report["summary"]) if args.figures else []
+    write_report(store.directory, report, figures)
+    if args.json:
+        write_json(report, indent=1)
+    else:
+        out = Output()
+        out.print(_table(report["summary"]))
+        out.print(f"{store.directory}: report.md, summary.csv, positions.csv, evaluation.json")
+    if divergences:
+        print(f"NOT identical to plain decoding: {describe_divergence(divergences[0])}", file=sys.stderr)
+    return int(bool(divergences))
+
+
+def _table(summary: Sequence[dict[str, Any]]) -> Table:
+    """The figures over all domains; the report has the rest. Fits a terminal of 80 columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from dspark.cli.terminal import figure
+    from dspark.evaluate.summary import OVERALL
+
+    caption = "len.: accepted length, bonus included (95% over prompts); n.l.: of non-looping\n"
+    caption += "outputs; coll.: cross-mode collisions, %; draft: ms a round; tok/s and its\n"
+    caption += "ratio to none: prompt processing included"
+    table = Table(
+        box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for column in ("prompts", "T", "drafter"):
+        table.add_column(column, overflow="fold")
+    for column in ("len.", "n.l.", "coll.", "draft", "tok/s", "x none"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for entry in summary:
+        if entry["domain"] != OVERALL:
+            continue
+        low, high = entry["accepted_length_interval"] or (None, None)
+        length = figure(entry["accepted_length"]) + (f" ({low:.2f}..{high:.2f})" if low is not None else "")
+        rate = entry["collisions"]["rate"]
+        table.add_row(
+            entry["prompts"],
+            f"{entry['temperature']:g}",
+            entry["drafter"],
+            length,
+            figure(entry["accepted_length_non_looping"]),
+            figure(None if rate is None else 100 * rate),
+            figure(entry["draft_ms"], 1),
+            figure(entry["tokens_per_s"], 1),
+            figure(entry["speedup"] and entry["speedup"]["median"]),
+        )
+    return table

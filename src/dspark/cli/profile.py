@@ -1,0 +1,137 @@
+"""`dspark profile`: what a pass, a draft and a long context cost here; tables of other engines in and out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark.cli.options import add_model_options, set_threads, speculative_config
+
+if TYPE_CHECKING:
+    from dspark.profile import Profile
+
+__all__ = ["add_parser"]
+
+FORMATS = ("dspark", "sglang", "tensorrt-llm")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the `add_subparsers` object of `dspark`."""
+    parser = verbs.add_parser(
+        "profile",
+        help="what a step costs here",
+        description=__doc__,
+        epilog="The profile is kept in the cache directory, where policies that need prices find it.",
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=16, metavar="N", help="requests in one step at most (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, metavar="S", help="about how long to measure (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-rows", type=int, default=64, metavar="N", help="largest pass that is timed (%(default)s)"
+    )
+    parser.add_argument("--export", metavar="PATH", help="write the table there")
+    parser.add_argument("--format", choices=FORMATS, default="dspark", help="of --export (%(default)s)")
+    parser.add_argument(
+        "--import",
+        dest="table",
+        metavar="PATH",
+        help="measure nothing: read a table of any of these formats, and show its prices",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure (or read) and show."""
+    from dspark.cli.terminal import write_json
+    from dspark.core import DSparkError
+    from dspark.profile import read_cost_table, write_cost_table
+    from dspark.profile.store import describe
+
+    if args.table is not None:
+        if args.export is not None:
+            raise DSparkError("--export writes what was measured: leave --import out")
+        cost = read_cost_table(Path(args.table), None, _say)
+        facts = describe(cost)
+    else:
+        profile = _measure(args)
+        facts = profile.as_dict()
+        if args.export is not None:
+            lost = write_cost_table(profile, Path(args.export), args.format)
+            if lost:
+                _say(f"the format {args.format} has no place for {', '.join(lost)}")
+        cost = profile.cost()
+    if cost.warning is not None:
+        _say(f"warning: {cost.warning}")
+    if args.json:
+        write_json(facts, indent=1)
+    else:
+        _print(facts if args.table is not None else facts["cost"], facts.get("noise"))
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> Profile:
+    import torch
+
+    from dspark.core import DSparkError
+    from dspark.drafters.registry import build_drafter
+    from dspark.kernels.compilation import compile_kernels
+    from dspark.profile import ProfileSettings, ensure_profile
+    from dspark.target.load import load_target
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    if args.dtype not in dtypes:
+        raise DSparkError(f"dtype {args.dtype!r} is not supported; choose from {', '.join(dtypes)}")
+    if args.max_num_seqs < 1 or not args.seconds >= 0:
+        raise DSparkError("--max-num-seqs must be 1 or more, and --seconds 0 or more")
+    settings = ProfileSettings(seconds=args.seconds, max_rows=args.max_rows)
+    config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
+    if args.threads is not None:
+        set_threads(args.threads)
+    if args.device == "cpu" and args.dtype == "float32":
+        compile_kernels(_say)
+    loaded = load_target(args.model, dtypes[args.dtype], args.device, _say)
+    drafter, block = build_drafter(config, loaded.decoder)
+    return ensure_profile(
+        loaded.decoder, drafter, block.length, args.max_num_seqs, _say, settings, again=True
+    )
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _print(cost: dict[str, Any], noise: float | None) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from dspark.cli.terminal import Output
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("rows", "ms a pass", "ms a row"):
+        table.add_column(column, justify="right")
+    for rows, seconds in zip(cost["tokens"], cost["seconds"], strict=True):
+        table.add_row(str(rows), f"{1e3 * seconds:.1f}", f"{1e3 * seconds / rows:.2f}")
+    draft, context = cost["draft"], cost["context"]
+    out = Output()
+    out.print(table)
+    if "alpha" in cost:
+        alpha, requests = cost["alpha"], cost["requests"]
+        each = (alpha[-1] - alpha[0]) / (requests[-1] - requests[0])
+        out.print(f"a further request: {1e3 * each:.2f} ms")
+    out.print(
+        f"a draft: {1e3 * draft['base']:.1f} ms, and {1e3 * draft['per_request']:.2f} ms a request, "
+        f"{1e3 * draft['per_draft']:.2f} ms a token"
+    )
+    out.print(
+        f"1000 cached positions beyond {context['profiled_at']:g} a request: {1e6 * context['per_position']:.2f} ms a "
+        f"pass, {1e6 * context['per_pair']:.2f} ms a row"
+    )
+    if noise is not None:
+        out.print(f"noise of one measurement: {100 * noise:.1f} %")

@@ -1,0 +1,64 @@
+"""How far a long job is: a line that changes in place on a terminal, and is printed now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+__all__ = ["StatusLine", "duration"]
+
+
+def duration(seconds: float) -> str:
+    """Rounded for people: 45 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class StatusLine:
+    """Shows what `render` returns on stderr while the context lasts.
+
+    Elsewhere than on a terminal, `tick` prints it if the last line is `interval_s` old.
+    """
+
+    def __init__(self, render: Callable[[], str], interval_s: float = 30.0) -> None:
+        self._render, self._interval = render, interval_s
+        self._last = time.monotonic()
+        console = Console(stderr=True)
+        self._live = (
+            Live(
+                get_renderable=lambda: Text(render(), no_wrap=True, overflow="ellipsis"),
+                console=console,
+                refresh_per_second=1,
+                transient=True,
+                redirect_stdout=sys.stdout.isatty(),  # a redirected stdout must stay one
+            )
+            if console.is_terminal
+            else None
+        )
+
+    def __enter__(self) -> StatusLine:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def tick(self) -> None:
+        """Something happened; print the line if it is time to."""
+        if self._live is None and time.monotonic() - self._last >= self._interval:
+            self._last = time.monotonic()
+            print(self._render(), file=sys.stderr, flush=True)

@@ -1,0 +1,103 @@
+"""`dspark train`: train a drafter for a target, as a TOML file says. The same command resumes.
+
+The output directory gets log.jsonl, a resume state, and at the end the checkpoint `drafter`, which `--drafter` loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dspark.train.trainer import Trainer
+
+__all__ = ["add_parser"]
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the `add_subparsers` object of `dspark`."""
+    parser = verbs.add_parser("train", help="train a drafter", description=__doc__)
+    parser.add_argument("config", type=Path, help="TOML file; docs/training.md has the keys that matter")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key (repeatable)"
+    )
+    parser.add_argument(
+        "--export", action="store_true", help="write the checkpoint of the saved state and stop"
+    )
+    parser.add_argument(
+        "--average",
+        nargs="+",
+        type=Path,
+        metavar="STATE",
+        help="write the checkpoint of the mean of these resume states' weights and stop",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end; the rest on stderr"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build the trainer, train, export, report."""
+    from dspark.cli.terminal import write_json
+    from dspark.train.config import TrainConfig
+    from dspark.train.export import average_states, export_drafter
+    from dspark.train.setup import build_trainer
+
+    started = time.perf_counter()
+    say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
+    trainer = build_trainer(TrainConfig.load(args.config, args.set), say)
+    if args.average:
+        average_states(trainer, args.average)
+    elif not args.export:
+        try:
+            _train(trainer, say)
+        except KeyboardInterrupt:
+            print(_stopped(trainer), file=sys.stderr)
+            return 130
+    directory, provenance = export_drafter(trainer)
+    say(f"drafter written to {directory}")
+    if args.json:
+        facts = {k: provenance[k] for k in ("steps", "blocks", "averaged_steps", "held_out")}
+        log = str(trainer.output / "log.jsonl")
+        write_json({"drafter": str(directory), "log": log, "seconds": time.perf_counter() - started, **facts})
+    return 0
+
+
+def _train(trainer: Trainer, say: Any) -> None:
+    """Train to the end, a line for every evaluation; in between, on a terminal, the step and the time left."""
+    from dspark.cli.progress import StatusLine, duration
+
+    first, started = trainer.step, time.perf_counter()
+    steps = trainer.config.steps
+
+    def left() -> str:
+        done = trainer.step - first
+        if not done:
+            return "estimating the time left"
+        return f"{duration((steps - trainer.step) * (time.perf_counter() - started) / done)} left"
+
+    if first < steps:
+        say(f"training from step {first} to {steps}, evaluating every {trainer.config.eval_every} steps")
+    with StatusLine(lambda: f"step {trainer.step} of {steps}, {trainer.blocks} blocks, {left()}"):
+        for record in trainer.run():
+            slots = " ".join(f"{overlap:.2f}" for overlap in record["overlap"])
+            say(
+                f"step {record['step']} of {steps}, blocks {record['blocks']} ({record['blocks_per_s']:.0f}/s), "
+                f"loss {record['loss']:.3f}, accepted length {record['tau_greedy']:.3f} greedy "
+                f"{record['tau_sampled']:.3f} sampled, overlap by slot {slots}, {left()}"
+            )
+
+
+def _stopped(trainer: Trainer) -> str:
+    saved = (trainer.output / "state.pt").exists()
+    where = (
+        f"goes on from the last state in {trainer.output}"
+        if saved
+        else "starts again: no state was saved yet"
+    )
+    return f"stopped at step {trainer.step}; the same command {where}"

@@ -1,0 +1,29 @@
+"""What every trained drafter's model has, whatever its method."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.heads import ConfidenceHead, MarkovHead
+from dspark.target.decoder import RMSNorm, Rotary
+
+__all__ = ["DrafterModel"]
+
+
+class DrafterModel(nn.Module):
+    """A drafter's weights.
+
+    `embed` [V, H] and `lm_head` [Vd, H] are the target's, frozen and not part of the checkpoint unless it
+    brings its own. `vocab` [Vd] maps draft ids to target ids. `head` and `confidence` are None where the
+    method or the configuration has none.
+    """
+
+    config: DrafterConfig
+    embed: nn.Embedding
+    lm_head: nn.Linear
+    norm: RMSNorm
+    rotary: Rotary
+    head: MarkovHead | None
+    confidence: ConfidenceHead | None
+    vocab: Tensor

@@ -1,0 +1,100 @@
+"""Prices that follow the machine: a profile's, corrected by what rounds really take."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from dspark.schedule.base import ScheduleState
+from dspark.schedule.cost import CostModel
+
+__all__ = ["Drift", "LiveCost"]
+
+WINDOW = 9  # measurements whose median counts: up to four outliers in a row move nothing
+STEP = 0.1  # most that a factor moves at once (log scale)
+MOST = float(np.log(64.0))  # a profile can be that wrong: one thread was measured, or a machine that was idle
+MOST_SHAPE = float(np.log(2.0))
+FRESH = 64  # rounds for which a plain pass tells what passes cost now
+TELLING = 0.02  # of the plain price: drafts that cost less say nothing about the price of rows
+
+
+class Drift:
+    """A factor, 1 at first, that follows the median of recent ratios in bounded steps."""
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._log = 0.0
+
+    @property
+    def factor(self) -> float:
+        return float(np.exp(self._log))
+
+    def follow(self, ratio: float) -> None:
+        """File measured over predicted."""
+        low, high = np.exp(-self._most), np.exp(self._most)
+        self._recent.append(float(np.log(min(max(ratio, low), high))))
+        self._log += float(np.clip(np.median(self._recent) - self._log, -STEP, STEP))
+
+    def relax(self) -> None:
+        """Go back towards 1 where nothing can be measured."""
+        self._recent.clear()
+        self._log -= float(np.clip(self._log, -STEP, STEP))
+
+
+class LiveCost:
+    """`base`, with three factors: of plain passes, of further rows beside them, of drafts.
+
+    They are what the choice between drafting and not rests on, and they keep prices rising with the size. A pass
+    with drafts tells the price of its rows only while it is known what a plain pass costs now; if the last one is
+    long ago, the pass as a whole is taken to have become slower or faster, and its shape to be the profile's again.
+    """
+
+    def __init__(self, base: CostModel) -> None:
+        self.base = base
+        self._plain, self._rows, self._draft = Drift(MOST), Drift(MOST_SHAPE), Drift(MOST)
+        self._since_plain = FRESH
+
+    @property
+    def warning(self) -> str | None:
+        return self.base.warning
+
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """Of a plain pass, of a pass's further rows relative to it, and of drafts."""
+        return self._plain.factor, self._rows.factor, self._draft.factor
+
+    def step_seconds(
+        self, num_requests: np.ndarray | int, query_tokens: np.ndarray | int, context: np.ndarray | int
+    ) -> np.ndarray:
+        floor = self.base.step_seconds(num_requests, num_requests, context)
+        further = self.base.step_seconds(num_requests, query_tokens, context) - floor
+        return self._plain.factor * (floor + self._rows.factor * further)
+
+    def draft_seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
+        return self._draft.factor * self.base.draft_seconds(num_requests, drafts)
+
+    def observe(
+        self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
+    ) -> None:
+        """Learn from a round of decoding; one that also processes prompts has other work in it."""
+        R = state.num_requests
+        if state.query_tokens != R or not R:
+            return
+        if drafted.any():
+            expected = float(self.base.draft_seconds(int(np.count_nonzero(drafted)), int(drafted.sum())))
+            if expected > 0:
+                self._draft.follow(draft_s / expected)
+        floor = float(self.base.step_seconds(R, R, state.context))
+        further = float(self.base.step_seconds(R, R + int(scheduled.sum()), state.context)) - floor
+        if not scheduled.any():
+            self._since_plain = 0
+            self._plain.follow(step_s / floor)
+            return
+        self._since_plain += 1
+        if self._since_plain > FRESH:
+            self._rows.relax()
+            self._plain.follow(step_s / (floor + self._rows.factor * further))
+        elif further > TELLING * floor:
+            self._rows.follow((step_s / self._plain.factor - floor) / further)

@@ -1,0 +1,110 @@
+"""What a speculative configuration says about scheduling and acceptance, and the policy that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dspark.errors import DSparkError
+from dspark.schedule.auto import AutoScheduler
+from dspark.schedule.cost import CostModel
+from dspark.schedule.feedback import LiveCost
+from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
+from dspark.schedule.policies import (
+    FixedLength,
+    GlobalScheduler,
+    LaggedScheduler,
+    Policy,
+    PrefixScheduler,
+    Threshold,
+)
+from dspark.schedule.survival import Calibrate
+
+__all__ = ["ScheduleSettings", "build_policy", "split_config"]
+
+_SCHEDULERS: dict[str, type[PrefixScheduler | GlobalScheduler | LaggedScheduler]] = {
+    "prefix": PrefixScheduler,
+    "global": GlobalScheduler,
+    "lagged": LaggedScheduler,
+    "auto": AutoScheduler,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """Keys of speculative_config that are not about the drafter.
+
+    `policy`: one of `POLICIES`. `threshold`: survival below which the policy "threshold" verifies no more.
+    `acceptance`: see `EngineConfig`. `cost_table`: file with prices, instead of the profile made here.
+    `calibration`: file (or function) that turns confidence logits into probabilities.
+    """
+
+    policy: str = "fixed"
+    threshold: float | None = None
+    acceptance: str = "ratio"
+    cost_table: str | Path | None = None
+    calibration: str | Path | Calibrate | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise DSparkError(f"policy {self.policy!r} is not known; choose from {', '.join(POLICIES)}")
+        if self.acceptance not in ACCEPTANCE_RULES:
+            raise DSparkError(
+                f"acceptance {self.acceptance!r} is not known; choose from {', '.join(ACCEPTANCE_RULES)}"
+            )
+        if (self.threshold is not None) != (self.policy == "threshold"):
+            raise DSparkError("the policy threshold needs a threshold, and no other policy has one")
+        if self.threshold is not None and (
+            isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float)
+        ):
+            raise DSparkError(f"threshold must be a number between 0 and 1, got {self.threshold!r}")
+        if self.cost_table is not None and not self.priced:
+            raise DSparkError(f"the policy {self.policy} has no use for a cost_table: leave it out")
+        if self.calibration is not None and self.policy == "fixed":
+            raise DSparkError("the policy fixed reads no confidences: choose another one, or no calibration")
+        for name in ("cost_table", "calibration"):
+            value = getattr(self, name)
+            if value is not None and not (
+                isinstance(value, str | Path) or (name == "calibration" and callable(value))
+            ):
+                raise DSparkError(f"{name} must be a path, got {value!r}")
+
+    @property
+    def priced(self) -> bool:
+        """The policy decides by what things cost."""
+        return self.policy in PRICED
+
+
+def split_config(config: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, ScheduleSettings]:
+    """The drafter's part of a speculative_config, and the rest.
+
+    Raises:
+        DSparkError: a value that is not possible, or scheduling without anything to schedule.
+    """
+    if not isinstance(config, Mapping):
+        return config, ScheduleSettings()  # the registry refuses what is no mapping
+    names = {field.name for field in fields(ScheduleSettings)}
+    settings = ScheduleSettings(**{k: v for k, v in config.items() if k in names and v is not None})
+    rest = {k: v for k, v in config.items() if k not in names}
+    if rest.get("method") == "none" and settings.policy != "fixed":
+        raise DSparkError(
+            f"the method none drafts nothing, so the policy {settings.policy} has nothing to do"
+        )
+    return rest, settings
+
+
+def build_policy(
+    settings: ScheduleSettings, gamma: int, cost: Callable[[], CostModel], report: Callable[[str], None]
+) -> Policy:
+    """The policy for blocks of `gamma` drafts; `cost` is asked for prices only where they are needed."""
+    if gamma == 0 or settings.policy == "fixed":
+        return FixedLength(gamma)
+    if settings.policy == "threshold":
+        assert settings.threshold is not None
+        return Threshold(gamma, settings.threshold)
+    prices = cost()
+    if prices.warning is not None:
+        report(prices.warning)
+    return _SCHEDULERS[settings.policy](gamma, LiveCost(prices))

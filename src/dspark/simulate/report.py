@@ -1,0 +1,145 @@
+"""Results as Markdown, CSV and plain dictionaries."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dspark.simulate.capacity import Capacity, ServiceTarget
+from dspark.simulate.intervals import Interval
+from dspark.simulate.metrics import METRICS
+from dspark.simulate.sweep import Cell, paired_ratio, speed_at_throughput, throughput_at_speed
+from dspark.simulate.validation import Prediction, RunValidation
+
+__all__ = ["capacity_markdown", "frontier_markdown", "sweep_csv", "sweep_markdown", "validation_markdown"]
+
+COLUMNS = (
+    ("tokens/s", "tokens_per_s", 0),
+    ("tokens/s/user", "user_tokens_per_s", 1),
+    ("accepted len.", "accepted_length", 2),
+    ("drafted", "drafted_per_round", 2),
+    ("budget", "budget_per_round", 2),
+    ("step ms", "step_ms", 1),
+    ("ttft p50 s", "ttft_s_p50", 2),
+    ("ttft p99 s", "ttft_s_p99", 2),
+    ("itl p50 ms", "inter_token_ms_p50", 1),
+    ("itl p99 ms", "inter_token_ms_p99", 1),
+)
+
+
+def sweep_markdown(cells: Sequence[Cell], load: str, confidence: float) -> str:
+    """One row a cell; the first policy of each load is what `x` compares with (tokens/s, seed by seed)."""
+    head = [load, "policy", *(name for name, _, _ in COLUMNS), "x first"]
+    rows = []
+    for cell in cells:
+        base = next(other for other in cells if other.load == cell.load)
+        values = [_with_margin(cell.interval(metric, confidence), digits) for _, metric, digits in COLUMNS]
+        ratio = _with_margin(paired_ratio(cell, base, "tokens_per_s", confidence), 2)
+        rows.append([f"{cell.load:g}", cell.policy, *values, ratio])
+    note = (
+        f"Means over {len(cells[0].runs)} seeds ± half of a {confidence:.0%} interval. drafted, budget: drafts made "
+        "and verified a round of a decoding request; itl: time between deliveries, shared among the tokens delivered."
+    )
+    return f"{_table(head, rows)}\n\n{note}\n"
+
+
+def frontier_markdown(cells: Sequence[Cell]) -> str:
+    """Each policy at the speeds, and at the throughputs, that the first policy shows."""
+    policies = list(dict.fromkeys(cell.policy for cell in cells))
+    if len(policies) < 2:
+        return ""
+    first, *others = policies
+    base = [cell for cell in cells if cell.policy == first]
+    head = [f"{first}: tokens/s/user", f"{first}: tokens/s"]
+    for policy in others:
+        head += [f"{policy}: tokens/s at that speed", f"{policy}: tokens/s/user at that throughput"]
+    rows = []
+    for cell in base:
+        speed, total = cell.mean("user_tokens_per_s"), cell.mean("tokens_per_s")
+        row = [f"{speed:.1f}", f"{total:.0f}"]
+        for policy in others:
+            row += [
+                _against(throughput_at_speed(cells, policy, speed), total, 0),
+                _against(speed_at_throughput(cells, policy, total), speed, 1),
+            ]
+        rows.append(row)
+    return f"{_table(head, rows)}\n\nLinear between loads; -: outside the simulated loads.\n"
+
+
+def capacity_markdown(capacities: Sequence[Capacity], target: ServiceTarget, load: str, seeds: int) -> str:
+    """One row a policy."""
+    rows = []
+    for c in capacities:
+        judged = {probe.load: probe.answer for probe in c.probes}
+        fails = "-" if c.fails_at is None else f"{c.fails_at:g} ({judged[c.fails_at]})"
+        rows.append([c.policy, f"{c.load:g}", fails, str(len(c.probes))])
+    wait = "" if target.ttft_s is None else f" and the first within {target.ttft_s:g} s"
+    note = (
+        f"Target: {target.share:.0%} of requests get {target.tokens_per_s:g} tokens/s{wait}, with "
+        f"{target.confidence:.0%} confidence over {seeds} seeds. "
+        "The next load probed misses it (no), or leaves it open (undecided)."
+    )
+    return f"{_table(['policy', load, 'next probed', 'probes'], rows)}\n\n{note}\n"
+
+
+def validation_markdown(prices: Prediction, runs: Mapping[str, RunValidation], tolerance: float) -> str:
+    """Prices first, then one row a simulated policy."""
+    rows = [
+        [
+            "prices, held-out halves",
+            f"{prices.measured_tokens_per_s:.1f}",
+            f"{prices.predicted_tokens_per_s:.1f}",
+        ]
+    ]
+    rows[0] += [f"{prices.error:+.1%}", "yes" if abs(prices.error) <= tolerance else "NO"]
+    for name, found in runs.items():
+        simulated = _with_margin(found.simulated_tokens_per_s, 1)
+        measured = f"{found.measured_tokens_per_s:.1f}"
+        row = [
+            f"simulated, {name}",
+            measured,
+            simulated,
+            f"{found.error:+.1%}",
+            "yes" if found.within else "NO",
+        ]
+        rows.append(row)
+    note = (
+        f"{prices.steps} steps; single steps are off by {prices.step_error_median:.1%} (median) and "
+        f"{prices.step_error_p90:.1%} (90th percentile)."
+    )
+    head = ["", "measured tokens/s", "predicted tokens/s", "error", f"within {tolerance:.0%}"]
+    return f"{_table(head, rows)}\n\n{note}\n"
+
+
+def sweep_csv(cells: Sequence[Cell], confidence: float) -> str:
+    """Every metric of every cell: mean, low, high; and the number of seeds."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    ends = [f"{metric}{part}" for metric in METRICS for part in ("", "_low", "_high")]
+    writer.writerow(["policy", "load", "seeds", *ends])
+    for cell in cells:
+        row: list[Any] = [cell.policy, f"{cell.load:g}", len(cell.runs)]
+        for metric in METRICS:
+            found = cell.interval(metric, confidence)
+            row += ["" if not math.isfinite(v) else f"{v:.6g}" for v in (found.mean, found.low, found.high)]
+        writer.writerow(row)
+    return file.getvalue()
+
+
+def _against(value: float | None, base: float, digits: int) -> str:
+    return "-" if value is None or not base else f"{value:.{digits}f} ({value / base - 1:+.0%})"
+
+
+def _with_margin(found: Interval, digits: int) -> str:
+    if math.isnan(found.mean):
+        return "-"
+    margin = f" ± {found.half_width:.{digits}f}" if math.isfinite(found.half_width) else ""
+    return f"{found.mean:.{digits}f}{margin}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,176 @@
+"""Recorded rounds instead of a synthetic model: confidences and outcomes of a real drafter, replayed.
+
+The format, as .npz arrays or as one JSON object a line (.jsonl):
+
+| key | shape | meaning |
+|---|---|---|
+| confidence | [N, gamma] | conditional acceptance c_k that the drafter promised, 0..1, calibrated or not |
+| confidence_logits | [N, gamma] | the same as logits, in its stead |
+| accepted | [N] | drafts accepted under *full* verification, 0..gamma |
+| request | [N] | optional: which request the round belongs to, rounds of one in order |
+| domain | [N] | optional: name of the request's domain |
+
+A recorder without confidences leaves both out and gives `gamma`. Rounds that were verified in part are censored
+(nobody knows how far they would have gone), so a `scheduled` below gamma is refused. What `dspark calibrate` collects
+(.safetensors) is read as well; of it, the shorter blocks at the ends of answers are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspark.errors import DSparkError
+from dspark.simulate.acceptance import AcceptanceState, Block
+
+__all__ = ["RecordedRounds", "read_rounds"]
+
+ANY = "any"  # domain of rounds that name none: it serves every request
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRounds:
+    """N rounds of a drafter. A simulated request replays one recorded request of its domain from a random round on.
+
+    Raises:
+        DSparkError: shapes that do not fit, counts or probabilities out of range, no rounds.
+    """
+
+    gamma: int
+    accepted: np.ndarray  # [N] int64
+    confidence: np.ndarray | None  # [N, gamma] float64
+    request: np.ndarray  # [N] int64
+    domain: np.ndarray  # [N] str
+
+    def __post_init__(self) -> None:
+        n = len(self.accepted)
+        if not n:
+            raise DSparkError("there are no rounds to replay")
+        if len(self.request) != n or len(self.domain) != n:
+            raise DSparkError(
+                f"{n} rounds, {len(self.request)} requests, {len(self.domain)} domains: give one each"
+            )
+        if self.gamma < 1 or self.accepted.min() < 0 or self.accepted.max() > self.gamma:
+            raise DSparkError(f"accepted must lie between 0 and gamma ({self.gamma}) in every round")
+        c = self.confidence
+        if c is not None and (c.shape != (n, self.gamma) or not ((c >= 0) & (c <= 1)).all()):
+            raise DSparkError(
+                f"confidence must be [{n}, {self.gamma}] numbers between 0 and 1, got {list(c.shape)}"
+            )
+
+    @property
+    def domain_names(self) -> tuple[str, ...]:
+        return tuple(sorted(set(self.domain.tolist())))
+
+    def start(
+        self, domains: tuple[str, ...], domain: np.ndarray, seeds: np.random.SeedSequence
+    ) -> AcceptanceState:
+        known = self.domain_names
+        unknown = [name for name in domains if name not in known]
+        if unknown and known != (ANY,):
+            raise DSparkError(f"no rounds of domain {unknown[0]!r}: the file has {', '.join(known)}")
+        return _Replayed(self, domains, domain, np.random.default_rng(seeds))
+
+
+class _Replayed:
+    def __init__(
+        self, rounds: RecordedRounds, domains: tuple[str, ...], domain: np.ndarray, rng: np.random.Generator
+    ) -> None:
+        order = np.lexsort((np.arange(len(rounds.request)), rounds.request, rounds.domain))
+        self._accepted = rounds.accepted[order]
+        self._survival = None if rounds.confidence is None else rounds.confidence[order].cumprod(axis=1)
+        same = rounds.request[order], rounds.domain[order]
+        new = np.concatenate(([True], (same[0][1:] != same[0][:-1]) | (same[1][1:] != same[1][:-1])))
+        first = np.flatnonzero(new)
+        count = np.diff(np.append(first, len(order)))
+        self._first, self._count = np.zeros((2, len(domain)), dtype=np.int64)
+        for index, name in enumerate(domains):
+            groups = np.flatnonzero((same[1][first] == name) | (same[1][first] == ANY))
+            mine = np.flatnonzero(domain == index)
+            # By rounds, so that every recorded round is as likely as it was.
+            chosen = rng.choice(groups, len(mine), p=count[groups] / count[groups].sum())
+            self._first[mine], self._count[mine] = first[chosen], count[chosen]
+        self._at = rng.integers(0, self._count)
+
+    def block(self, requests: np.ndarray, with_survival: bool) -> Block:
+        rows = self._first[requests] + self._at[requests]
+        self._at[requests] = (self._at[requests] + 1) % self._count[requests]
+        survival = self._survival[rows] if with_survival and self._survival is not None else None
+        return Block(survival, self._accepted[rows])
+
+
+def read_rounds(path: str | Path) -> RecordedRounds:
+    """Rounds from an .npz, .jsonl or .safetensors file.
+
+    Raises:
+        DSparkError: no such file, another format, a key is missing, or censored rounds.
+    """
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        return _from_calibration(path)
+    try:
+        columns = _from_npz(path) if path.suffix == ".npz" else _from_lines(path)
+    except (OSError, UnicodeDecodeError, zipfile.BadZipFile, ValueError) as error:
+        if isinstance(error, DSparkError):
+            raise
+        raise DSparkError(f"cannot read the rounds of {path}: {error}") from None
+    try:
+        return _rounds(columns)
+    except (ValueError, TypeError) as error:
+        raise DSparkError(f"{path}: {error}") from None
+
+
+def _from_calibration(path: Path) -> RecordedRounds:
+    from dspark.calibrate.rounds import load_rounds
+
+    collected = load_rounds(path)
+    full = collected.select(collected.lengths == collected.source.gamma)
+    confidence = 1 / (1 + np.exp(-full.logits.astype(np.float64)))
+    return RecordedRounds(
+        collected.source.gamma, full.accepted, confidence, full.answer, full.column("domain")
+    )
+
+
+def _from_npz(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return {key: file[key] for key in file.files}
+
+
+def _from_lines(path: Path) -> dict[str, np.ndarray]:
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DSparkError(f"{path}, line {number} is not JSON ({error})") from None
+        if not isinstance(row, dict) or (rows and row.keys() != rows[0].keys()):
+            raise DSparkError(f"{path}, line {number}: expected an object with the keys of the first line")
+        rows.append(row)
+    return {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
+
+
+def _rounds(columns: dict[str, np.ndarray]) -> RecordedRounds:
+    if "accepted" not in columns:
+        raise DSparkError("key 'accepted' is missing; a round is at least confidence and accepted")
+    accepted = columns["accepted"].astype(np.int64)
+    confidence = columns.get("confidence")
+    if confidence is None and "confidence_logits" in columns:
+        confidence = 1 / (1 + np.exp(-columns["confidence_logits"].astype(np.float64)))
+    if confidence is None and "gamma" not in columns:
+        raise DSparkError("key 'confidence' is missing; without confidences give 'gamma'")
+    if confidence is not None and confidence.ndim != 2:
+        raise DSparkError("confidence must hold one number a slot, equally many in every round")
+    gamma = int(np.ravel(columns["gamma"])[0]) if confidence is None else confidence.shape[1]
+    if "scheduled" in columns and (columns["scheduled"] < gamma).any():
+        raise DSparkError("some rounds were verified in part: record with every draft verified, or drop them")
+    request = columns.get("request", np.zeros(len(accepted), dtype=np.int64)).astype(np.int64)
+    domain = columns.get("domain", np.full(len(accepted), ANY)).astype(str)
+    c = None if confidence is None else confidence.astype(np.float64)
+    return RecordedRounds(gamma, accepted, c, request, domain)

@@ -1,0 +1,75 @@
+"""What a run tells while it goes: log.jsonl, TensorBoard where asked for, and a warning when nothing is learned."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from dspark.core import DSparkError
+
+__all__ = ["LengthWatch", "RunLog"]
+
+NEAR_ONE = 1.1  # accepted length, bonus included: 1 is a drafter that is never right
+PATIENCE = 3  # evaluations in a row before a word is said
+
+_log = logging.getLogger("dspark")
+
+
+class RunLog:
+    """Appends evaluation records to `directory`/log.jsonl and, with `tensorboard`, to event files beside it.
+
+    Raises:
+        DSparkError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, directory: Path, tensorboard: bool = False) -> None:
+        self.path = directory / "log.jsonl"
+        self._board: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise DSparkError(
+                    "tensorboard logs need the package: pip install tensorboard, or set tensorboard=false"
+                ) from None
+            self._board = SummaryWriter(str(directory / "tensorboard"))
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(record) + "\n")
+        if self._board is None:
+            return
+        for name, value in record.items():
+            values = (
+                {f"{name}/{i + 1}": v for i, v in enumerate(value)}
+                if isinstance(value, list)
+                else {name: value}
+            )
+            for tag, scalar in values.items():
+                self._board.add_scalar(tag, scalar, record["step"])
+        self._board.flush()
+
+
+class LengthWatch:
+    """Warns once if the held-out accepted length stays near 1: such a drafter costs time and gives nothing."""
+
+    def __init__(self) -> None:
+        self._low = 0
+        self._said = False
+
+    def see(self, record: dict[str, Any]) -> None:
+        """Look at an evaluation."""
+        longest = max(record["tau_greedy"], record["tau_sampled"])
+        self._low = self._low + 1 if longest < NEAR_ONE else 0
+        if self._low < PATIENCE or self._said:
+            return
+        self._said = True
+        _log.warning(
+            "held-out accepted length is still %.2f at step %d, 1 means that no draft is right: check that the data "
+            "are the target's own answers, that taps suit the target (the last one near its end), that "
+            "draft_vocab_size covers the answers; try warm_start=true or another lr",
+            longest, record["step"],
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+"""`dspark profile` without measuring: tables of other engines, refusals, and the options of scheduling."""
+
+import argparse
+import json
+
+import pytest
+
+from dspark.cli import main
+from dspark.cli.options import add_schedule_options, schedule_config
+
+TABLE = {"sample_batch_tokens": [1, 4, 16], "sample_steps_per_sec": [40, 30, 15], "max_batch_tokens": 64}
+
+
+def test_a_table_of_another_engine_is_shown(tmp_path, capsys):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(TABLE))
+    assert main(["profile", "--import", str(path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert facts["tokens"] == [1, 4, 16]
+    assert facts["seconds"] == pytest.approx([1 / 40, 1 / 30, 1 / 15])
+    assert "does not say which machine" in err
+    assert main(["profile", "--import", str(path)]) == 0
+    assert "66.7" in capsys.readouterr().out
+
+
+def test_additive_and_flat_tables(tmp_path, capsys):
+    path = tmp_path / "table.json"
+    additive = {
+        "bias_seconds": 0.01, "bs_probes": [1, 9], "alpha_seconds": [0.0, 0.008],
+        "m_probes": [1, 8], "theta_seconds": [0.002, 0.002],
+    }  # fmt: skip
+    path.write_text(json.dumps(additive))
+    assert main(["profile", "--import", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert "a further request: 1.00 ms" in out
+    assert "warning" in err
+    assert "flat" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["profile", "--import", "nowhere.json"], "cannot read a cost table"),
+        (["profile", "--import", "nowhere.json", "--export", "x"], "leave --import out"),
+        (["profile", "--dtype", "float8"], "not supported"),
+        (["profile", "--max-num-seqs", "0"], "--max-num-seqs"),
+        (["profile", "--format", "csv"], "invalid choice"),
+        (["generate", "hi", "--policy", "best"], "invalid choice"),
+        (["bench", "throughput", "--methods", "none,dspark:best"], "unknown policy"),
+        (["bench", "throughput", "--methods", "none:auto"], "none has no policy"),
+    ],
+)
+def test_bad_input_is_one_line(argv, message, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "policy", "config"),
+    [
+        ([], "dspark", None, {}),
+        (["--policy", "auto"], "dspark", None, {"policy": "auto"}),
+        (["--policy", "auto", "--cost-table", "t.json"], "none", None, {}),
+        (["--policy", "auto", "--cost-table", "t.json"], "dspark", "fixed", {}),
+        (
+            ["--policy", "auto", "--cost-table", "t.json"],
+            "ngram",
+            "prefix",
+            {"policy": "prefix", "cost_table": "t.json"},
+        ),
+        (["--acceptance", "shared_noise"], "none", None, {"acceptance": "shared_noise"}),
+        (
+            ["--policy", "threshold", "--threshold", "0.3"],
+            "dspark",
+            None,
+            {"policy": "threshold", "threshold": 0.3},
+        ),
+        (["--threshold", "0.3"], "dspark", None, {"threshold": 0.3}),
+    ],
+)
+def test_options_become_keys(options, method, policy, config):
+    parser = argparse.ArgumentParser()
+    add_schedule_options(parser)
+    assert schedule_config(parser.parse_args(options), method, policy) == config

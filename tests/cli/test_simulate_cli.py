@@ -1,0 +1,124 @@
+"""`dspark simulate`, through `main`."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dspark.cli import main
+
+FAST = (
+    "--duration",
+    "2",
+    "--warmup",
+    "0.5",
+    "--seeds",
+    "2",
+    "--output-tokens",
+    "30",
+    "--prompt-tokens",
+    "20",
+)
+
+
+def simulate(capsys, *args):
+    code = main(["simulate", *FAST, *args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_sweep_as_a_table(capsys, tmp_path):
+    code, out, _ = simulate(
+        capsys, "--policies", "plain,fixed:3", "--concurrency", "1,4", "--csv", str(tmp_path / "a.csv"),
+        "--markdown", str(tmp_path / "a.md"),
+    )  # fmt: skip
+    assert code == 0
+    assert "| 4 | fixed:3 |" in out
+    assert "assumption, not a measurement" in out
+    assert "AUC 0.8" in out
+    assert out.strip() == (tmp_path / "a.md").read_text().strip()
+    assert (tmp_path / "a.csv").read_text().count("\n") == 5
+
+
+def test_json_is_complete_and_repeatable(capsys):
+    code, out, _ = simulate(capsys, "--policies", "prefix", "--concurrency", "4", "--json", "--gamma", "4")
+    again = simulate(capsys, "--policies", "prefix", "--concurrency", "4", "--json", "--gamma", "4")[1]
+    report = json.loads(out)
+    assert code == 0
+    assert out == again
+    assert report["model"]["machine_is_an_assumption"] is True
+    assert report["model"]["signal"]["chat"]["accepted_length"] > 1
+    cell = report["cells"][0]
+    assert cell["metrics"]["tokens_per_s"]["n"] == 2
+    assert 0 < cell["metrics"]["budget_per_round"]["mean"] <= 4
+
+
+def test_open_loop_and_trace(capsys, tmp_path):
+    code, out, _ = simulate(
+        capsys, "--policies", "plain", "--rate", "3", "--arrivals", "gamma:3", "--json", "--no-confidence"
+    )
+    assert code == 0
+    assert json.loads(out)["model"]["cv_of_arrivals"] == [3.0]
+    rows = "".join(f"{t},20,30\n" for t in np.linspace(0, 3, 40))
+    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    code, out, _ = simulate(
+        capsys, "--policies", "fixed", "--trace", str(tmp_path / "t.csv"), "--speed", "1,2"
+    )
+    assert code == 0
+    assert "| 2 | fixed |" in out
+    assert "the trace ends" in out
+
+
+def test_capacity(capsys):
+    code, out, _ = simulate(
+        capsys, "--capacity", "40", "--policies", "plain", "--most", "4", "--machine", "cpu-135m", "--json",
+        "--acceptance", "smollm2-135m",
+    )  # fmt: skip
+    found = json.loads(out)["capacities"][0]
+    assert code == 0
+    assert (found["load"], found["fails_at"]) == (3, 4)
+
+
+def test_validation_judges(capsys, tmp_path):
+    rng = np.random.default_rng(0)
+    steps = [
+        {"seconds": 0.02 + 0.001 * n, "requests": n, "query_tokens": n, "context": 100 * n, "drafted_requests": 0,
+         "drafted": 0, "scheduled": 0, "tokens": n}
+        for n in rng.integers(1, 5, 200).tolist()
+    ]  # fmt: skip
+    path = tmp_path / "steps.jsonl"
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    code, out, _ = simulate(capsys, "--validate", str(path))
+    assert code == 0
+    assert "held-out halves" in out
+    code, out, _ = simulate(
+        capsys, "--validate", str(path), "--concurrency", "4", "--policies", "plain", "--json"
+    )
+    report = json.loads(out)
+    assert code == 1  # the recorded run had fewer users most of the time
+    assert not report["within"]
+    assert report["runs"]["plain"]["error"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--policies", "best"), "no policy 'best'"),
+        (("--machine", "abacus"), "no machine"),
+        (("--concurrency", "0"), "at least 1 user"),
+        (("--concurrency", "x"), "not a list of numbers"),
+        (("--rate", "1", "--arrivals", "gamma"), "gamma:CV"),
+        (("--rate", "1", "--trace", "x"), "not allowed with"),
+        (("--trace", "/nowhere.csv"), "cannot read the trace"),
+        (("--seeds", "0"), "--seeds"),
+        (("--capacity", "30", "--csv", "x"), "show a sweep"),
+        (("--csv", "/no/where.csv"), "create it first"),
+        (("--mix", "law=1"), "no acceptance for domain 'law'"),
+        (("--kv-cache-tokens", "16"), "raise kv_cache_tokens"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, args, message):
+    code, out, err = simulate(capsys, *args)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err

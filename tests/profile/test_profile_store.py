@@ -1,0 +1,184 @@
+"""Measuring on a clock that a model's passes move, and profiles as files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspark.core import DSparkError
+from dspark.drafters.ngram import NgramDrafter
+from dspark.profile import (
+    Profile,
+    ProfileSettings,
+    Sample,
+    ensure_profile,
+    fingerprint,
+    measure_profile,
+    read_cost_table,
+    write_cost_table,
+)
+from dspark.schedule.cost import TableCost
+from dspark.testing import tiny_decoder, tiny_drafter
+
+SETTINGS = ProfileSettings(seconds=0.0, repeats=2, context_lengths=(4, 16, 40), max_rows=12)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Priced:
+    """A target whose passes take as long as is said here; everything else is the real one's."""
+
+    def __init__(self, target, clock):
+        self._target, self._clock = target, clock
+
+    def __getattr__(self, name):
+        return getattr(self._target, name)
+
+    def forward(self, batch, pool, taps=()):
+        self._clock.now += 0.02 + 0.002 * batch.num_rows + 1e-5 * float(batch.context_lens.sum())
+        return self._target.forward(batch, pool, taps)
+
+
+class PricedDrafter:
+    def __init__(self, drafter, clock):
+        self._drafter, self._clock = drafter, clock
+
+    def __getattr__(self, name):
+        return getattr(self._drafter, name)
+
+    def propose(self, batch):
+        self._clock.now += 0.003 + 0.0004 * int(batch.lengths.sum())
+        return self._drafter.propose(batch)
+
+    def observe(self, batch):
+        self._clock.now += 0.0005
+        self._drafter.observe(batch)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_decoder(vocab_size=16, layers=1, hidden=16, max_context=64)
+
+
+@pytest.fixture(scope="module")
+def measured(target):
+    clock = Clock()
+    drafter = PricedDrafter(tiny_drafter(target, "dspark", "vanilla", 3, None), clock)
+    return measure_profile(Priced(target, clock), drafter, 3, 16, SETTINGS, clock)
+
+
+def test_the_engine_s_parts_are_timed(measured, target):
+    cost = Profile({}, tuple(measured)).cost()
+    assert isinstance(cost, TableCost), "requests have no price of their own"
+    for rows, context in ((1, 4), (9, 4), (12, 4), (30, 4), (1, 40), (3, 1000)):
+        expected = 0.02 + 0.002 * rows + 1e-5 * context + 0.0005
+        assert float(cost.step_seconds(1, rows, context)) == pytest.approx(expected, rel=1e-6)
+    assert float(cost.draft_seconds(2, 6)) == pytest.approx(0.003 + 0.0004 * 6, rel=1e-6)
+    assert len({s.context for s in measured if s.kind == "step"}) == 3
+    assert max(s.rows for s in measured if s.kind == "step") == 12
+
+
+def test_short_contexts_and_lookup_drafters_can_be_profiled(target):
+    clock = Clock()
+    small = tiny_decoder(vocab_size=16, layers=1, hidden=16, max_context=24)
+    found = measure_profile(Priced(small, clock), NgramDrafter(2), 2, 4, SETTINGS, clock)
+    assert max(s.context for s in found) + 2 < 24
+    assert Profile({}, tuple(found)).cost().draft.base == 0
+    with pytest.raises(DSparkError, match="three context lengths"):
+        ProfileSettings(context_lengths=(64, 512))
+
+
+def test_more_time_gives_more_samples(target):
+    def count(seconds):
+        clock = Clock()
+        settings = ProfileSettings(
+            seconds=seconds, repeats=1, most=6, context_lengths=(4, 16, 40), max_rows=4
+        )
+        return len(measure_profile(Priced(target, clock), None, 0, 4, settings, clock))
+
+    assert count(100.0) == 6 * count(0.0)
+
+
+def test_a_profile_is_kept_and_belongs_to_what_it_was_measured_with(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+    calls = []
+
+    def fake(target, drafter, gamma, max_num_seqs, settings):
+        calls.append(gamma)
+        return [Sample("step", 1, n, 64, 0.02 + 0.01 * n) for n in (1, 2, 4 * max_num_seqs)]
+
+    monkeypatch.setattr("dspark.profile.store.measure_profile", fake)
+    said = []
+    first = ensure_profile(target, None, 3, report=said.append)
+    assert ensure_profile(target, None, 3, report=said.append) == first
+    assert len(calls) == len(said) == 1
+    assert "measuring" in said[0]
+    ensure_profile(target, NgramDrafter(3), 3)
+    ensure_profile(tiny_decoder(seed=1, vocab_size=16, layers=1, hidden=16), None, 3)
+    ensure_profile(target, None, 3, again=True)
+    assert len(calls) == 4
+    kept = sorted((tmp_path / "profiles").iterdir())
+    assert len(kept) == 3
+    for path in kept:
+        path.write_text("{")
+    assert ensure_profile(target, None, 3) == first
+    assert len(calls) == 5
+    ensure_profile(target, None, 3, max_num_seqs=2)
+    assert len(calls) == 5, "it reaches further than is needed"
+    for path in kept:
+        path.unlink()
+    for count, measured in ((1, 6), (8, 7), (8, 7), (1, 7)):
+        ensure_profile(target, NgramDrafter(2), 3, max_num_seqs=count)
+        assert len(calls) == measured
+
+
+def test_tables_go_out_and_come_back(measured, target, tmp_path):
+    profile = Profile(fingerprint(target, None), tuple(measured))
+    said: list[str] = []
+    for form in ("dspark", "sglang", "tensorrt-llm"):
+        path = tmp_path / f"{form}.json"
+        lost = write_cost_table(profile, path, form)
+        assert bool(lost) == (form != "dspark")
+        said.clear()
+        cost = read_cost_table(path, profile.fingerprint, said.append)
+        assert float(cost.step_seconds(1, 7, 4)) == pytest.approx(0.02 + 7 * 0.002 + 4e-5 + 5e-4)
+        assert bool(said) == (form != "dspark"), "a table that cannot say where it is from is spoken of"
+        assert (float(cost.draft_seconds(1, 1)) > 0) == (form == "dspark")
+    with pytest.raises(DSparkError, match="choose from"):
+        write_cost_table(profile, tmp_path / "x", "csv")
+
+
+def test_foreign_damaged_and_suspicious_tables(measured, target, tmp_path):
+    path = tmp_path / "table.json"
+    profile = Profile(fingerprint(target, None), tuple(measured))
+    write_cost_table(profile, path, "dspark")
+    with pytest.raises(DSparkError, match="another drafter"):
+        read_cost_table(path, fingerprint(target, NgramDrafter(2)))
+    flat = {"sample_batch_tokens": [1, 64], "sample_steps_per_sec": [10, 10], "max_batch_tokens": 64}
+    path.write_text(json.dumps(flat))
+    assert "flat" in (read_cost_table(path).warning or "")
+    for text, message in (
+        ("[1]", "JSON object"),
+        ("{", "cannot read"),
+        ('{"a": 1}', "missing"),
+        ('{"format": "dspark-cost-profile", "format_version": 9}', "version 1"),
+        ('{"format": "dspark-cost-profile", "format_version": 1, "samples": [1]}', "damaged"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DSparkError, match=message):
+            read_cost_table(path)
+    with pytest.raises(DSparkError, match="cannot read"):
+        read_cost_table(Path("/nonexistent/table.json"))
+
+
+def test_threads_are_part_of_the_fingerprint(target):
+    before = torch.get_num_threads()
+    found = fingerprint(target, None)
+    assert found["threads"] == str(before)
+    assert found["model"] == target.identity

