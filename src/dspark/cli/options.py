@@ -60,7 +60,7 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=POLICIES,
         default="fixed",
-        help="how much is drafted and verified; auto never loses to plain decoding by much (%(default)s)",
+        help="how much is drafted and verified; auto picks a sound search, and may draft nothing (%(default)s)",
     )
     group.add_argument(
         "--threshold", type=float, metavar="A", help="survival below which the policy threshold stops"
