@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from dspark import LLM, DSparkError, SamplingParams
@@ -38,8 +39,32 @@ def test_auto_with_a_table_and_shared_noise(tmp_path):
 def test_what_cannot_be_is_refused_before_anything_is_loaded():
     for config, message in (
         ({"method": "dspark", "policy": "best"}, "choose from fixed"),
-        ({"method": "dspark", "policy": "auto", "calibration": "c.json"}, "read_calibration"),
         ({"method": "none", "policy": "auto"}, "nothing to do"),
     ):
         with pytest.raises(DSparkError, match=message):
             LLM(speculative_config=config)
+
+
+def test_a_calibration_is_served_to_its_own_drafter_only(tmp_path):
+    from dspark.calibrate import Calibration, save_calibration
+    from dspark.calibrate.jobs import drafter_directory, weights_identity
+
+    table = tmp_path / "cost.json"
+    table.write_text(json.dumps(TABLE))
+    target = "smollm2-135m"
+    loaded = LLM(target, max_num_seqs=1, kv_cache_tokens=256).engine.target
+    identity = weights_identity(drafter_directory(None, loaded.identity))
+
+    def config(**provenance):
+        path = tmp_path / "calibration.json"
+        save_calibration(path, Calibration((2.0,) * 7, **provenance))
+        keys = {"policy": "auto", "cost_table": str(table), "calibration": str(path)}
+        return {"method": "dspark", "num_speculative_tokens": 7, **keys}
+
+    own = config(drafter_identity=identity, target_identity=loaded.identity)
+    llm = LLM(target, speculative_config=own, max_num_seqs=1, kv_cache_tokens=256)
+    assert llm.engine._calibrate is not None
+    half = llm.engine._calibrate(np.array([[2.0] * 7]))
+    assert half[0, 0] == pytest.approx(1 / (1 + np.exp(-1.0)))
+    with pytest.raises(DSparkError, match="another drafter"):
+        LLM(target, speculative_config=config(drafter_identity="0" * 16))

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from dspark.calibrate.formats import load_calibration
+from dspark.calibrate.jobs import drafter_directory, weights_identity
 from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
 from dspark.drafters.registry import build_drafter
 from dspark.engine.config import EngineConfig
@@ -42,8 +44,6 @@ class LLM:
             `ScheduleSettings`. None decodes plainly. A policy that needs prices measures them the first time.
         dtype: float32, bfloat16 or float64; weights and KV.
         report: gets a line before work that takes seconds (the first time: conversion, compiling kernels).
-        read_calibration: turns the file that `calibration` names into a function from confidence logits
-            [R, gamma] to probabilities.
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size, kv_cache_tokens: see `EngineConfig`.
 
     Raises:
@@ -63,13 +63,11 @@ class LLM:
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         report: Callable[[str], None] = _log.info,
-        read_calibration: Callable[[Path], Calibrate] | None = None,
     ) -> None:
         if dtype not in _DTYPES:
             raise DSparkError(f"dtype {dtype!r} is not supported; choose from {', '.join(_DTYPES)}")
         _check_device(device)
         drafting, schedule = split_config(speculative_config)
-        calibrate = _calibration(schedule, read_calibration)
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -91,6 +89,7 @@ class LLM:
             return ensure_profile(loaded.decoder, drafter, block.length, max_num_seqs, report).cost()
 
         policy = build_policy(schedule, block.length, prices, report)
+        calibrate = _calibration(schedule, drafting, loaded.decoder.identity, block.length)
         self._inbox: dict[str, list[StepEvent]] = {}
         self.engine = Engine(loaded.decoder, drafter, policy, loaded.tokenizer, config, calibrate=calibrate)
 
@@ -198,13 +197,17 @@ class LLM:
         )
 
 
-def _calibration(schedule: ScheduleSettings, read: Callable[[Path], Calibrate] | None) -> Calibrate | None:
-    """The function that `schedule` names, by itself or as a file."""
-    if not isinstance(schedule.calibration, str | Path):
-        return schedule.calibration
-    if read is None:
-        raise DSparkError("a calibration file needs somebody to read it: pass read_calibration to LLM")
-    return read(Path(schedule.calibration).expanduser())
+def _calibration(
+    schedule: ScheduleSettings, drafting: Mapping[str, Any] | None, target_identity: str, gamma: int
+) -> Calibrate | None:
+    """What turns confidence logits into probabilities: a function as given, or read from a file that fits."""
+    given = schedule.calibration
+    if given is None or callable(given):
+        return given
+    calibration = load_calibration(Path(given))
+    directory = drafter_directory((drafting or {}).get("model"), target_identity)
+    calibration.check_fits(weights_identity(directory), target_identity, gamma)
+    return calibration.conditional
 
 
 def _check_device(device: str) -> None:

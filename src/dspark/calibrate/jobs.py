@@ -14,7 +14,7 @@ from dspark.drafters.checkpoint import read_drafter_config
 from dspark.drafters.registry import shipped_drafters
 from dspark.engine.engine import Engine
 
-__all__ = ["CalibrationPrompt", "drafter_directory", "plan_jobs", "source_of"]
+__all__ = ["CalibrationPrompt", "drafter_directory", "plan_jobs", "source_of", "weights_identity"]
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,28 @@ def source_of(engine: Engine, directory: Path, model: str, gamma: int | None = N
     """
     if engine.drafter is None:
         raise DSparkError("there is no drafter, hence nothing to calibrate: choose the method dspark")
-    try:
-        with open(directory / "model.safetensors", "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    except OSError as error:
-        raise DSparkError(f"cannot read the drafter's weights in {str(directory)!r}: {error}") from None
     return Source(
         target=model,
         target_identity=engine.target.identity,
         drafter=directory.name,
-        drafter_identity=digest,
+        drafter_identity=weights_identity(directory),
         gamma=engine.drafter.max_draft if gamma is None else gamma,
         acceptance_rule=engine.config.rule,
         dtype=str(engine.target.dtype).removeprefix("torch."),
     )
+
+
+def weights_identity(directory: Path) -> str:
+    """What tells a drafter's weights from others: a digest of the checkpoint's file.
+
+    Raises:
+        DSparkError: it cannot be read.
+    """
+    try:
+        with open(directory / "model.safetensors", "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise DSparkError(f"cannot read the drafter's weights in {str(directory)!r}: {error}") from None
 
 
 def drafter_directory(path: str | None, target_identity: str) -> Path:

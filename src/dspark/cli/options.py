@@ -71,6 +71,11 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         help="prices, from dspark profile or another engine; default: measured here once",
     )
     group.add_argument(
+        "--calibration",
+        metavar="PATH",
+        help="what confidences are worth, from dspark calibrate; for policies that read them",
+    )
+    group.add_argument(
         "--acceptance",
         choices=ACCEPTANCE_RULES,
         default="ratio",
@@ -96,6 +101,8 @@ def schedule_config(args: argparse.Namespace, method: str, policy: str | None = 
         keys["threshold"] = args.threshold
     if policy in PRICED or policy == args.policy:
         keys["cost_table"] = args.cost_table
+    if policy != "fixed" or policy == args.policy:
+        keys["calibration"] = args.calibration
     return {key: value for key, value in keys.items() if value is not None}
 
 

@@ -1,0 +1,127 @@
+"""Two-sample tests for the statistical audit: chi-square with pooled cells, Holm's correction, and power.
+
+Counts come in strata (one a prompt): each stratum has its own table, statistics and degrees of freedom add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+__all__ = ["LEAST_EXPECTED", "ChiSquare", "detectable_tv", "holm", "power", "two_sample"]
+
+LEAST_EXPECTED = 10.0  # expected count of a cell, in the smaller sample, below which cells are pooled
+Strata = Iterable[tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class ChiSquare:
+    """Pearson's statistic of two samples over all strata. `pooled`: share of the counts in cells of rare outcomes,
+    within which a difference cannot be seen."""
+
+    statistic: float
+    freedom: int
+    samples: int  # outcomes of each sample, over all strata
+    pooled: float
+
+    @property
+    def p_value(self) -> float:
+        """Of no difference. 1 where there is a single cell."""
+        return _upper_tail(self.statistic, self.freedom)
+
+
+def two_sample(strata: Strata) -> ChiSquare:
+    """Do two samples of outcomes (whole numbers, any shape) follow one law?
+
+    Which cells are pooled depends on both samples together, so that it does not prefer one. Pearson's form is
+    taken, not G: with few counts a cell its tail stays on the safe side where samples are equally large.
+    """
+    statistic, freedom, samples, rare, total = 0.0, 0, 0, 0, 0
+    for first, second in strata:
+        counts, pooled = _table(np.ravel(first), np.ravel(second))
+        sizes = counts.sum(1)  # [2]
+        expected = counts.sum(0) * (sizes / sizes.sum())[:, None]
+        statistic += float(((counts - expected) ** 2 / expected).sum())
+        freedom += counts.shape[1] - 1
+        samples += int(sizes.min())
+        rare, total = rare + pooled, total + int(sizes.sum())
+    return ChiSquare(statistic, freedom, samples, rare / total if total else 0.0)
+
+
+def _table(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, int]:
+    """Counts [2, cells], rare outcomes in the last cell, and how many counts are in that."""
+    _, index = np.unique(np.concatenate((first, second)), return_inverse=True)
+    width = int(index.max()) + 1
+    split = index[: len(first)], index[len(first) :]
+    counts = np.stack([np.bincount(part, minlength=width) for part in split])  # [2, outcomes]
+    together = counts.sum(0)
+    share = min(len(first), len(second)) / len(index)
+    order = np.argsort(-together, kind="stable")
+    kept = int((together * share >= LEAST_EXPECTED).sum())
+    if kept < width and together[order[kept:]].sum() * share < LEAST_EXPECTED:
+        kept = max(kept - 1, 0)  # too few for a cell of their own: the rarest cell takes them in
+    cells = [counts[:, order[i]] for i in range(kept)]
+    rest = order[kept:]
+    if len(rest):
+        cells.append(counts[:, rest].sum(1))
+    return np.stack(cells, 1).astype(float), int(together[rest].sum()) if len(rest) > 1 else 0
+
+
+def holm(p_values: Sequence[float], level: float) -> list[float]:
+    """Holm's adjusted p-values: a test fails where its value is at most `level`, and over all tests the chance of
+    any false alarm is at most `level`, however they depend on each other."""
+    order = np.argsort(p_values, kind="stable")
+    adjusted, worst = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(order.tolist()):
+        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = worst
+    return adjusted
+
+
+def power(noncentrality: float, freedom: int, level: float) -> float:
+    """Chance that a noncentral chi-square exceeds the central one's critical value at `level`."""
+    critical = _bisect(lambda x: level - _upper_tail(x, freedom), 10.0)
+    half = noncentrality / 2
+    j = np.arange(int(half + 12 * math.sqrt(half + 1) + 20))
+    log_weight = -half + j * math.log(half) - torch.lgamma(torch.from_numpy(j + 1.0)).numpy() if half else None
+    weight = np.exp(log_weight) if log_weight is not None else (j == 0).astype(float)
+    tails = torch.special.gammaincc(
+        torch.from_numpy(freedom / 2 + j), torch.full((len(j),), critical / 2, dtype=torch.float64)
+    )
+    return float((weight * tails.numpy()).sum())
+
+
+def detectable_tv(freedom: int, samples: int, level: float, wanted: float = 0.99) -> float:
+    """Total variation distance that a test finds with the chance `wanted`, whatever the deviation's direction.
+
+    Two samples of n outcomes whose laws differ by TV have the noncentrality n sum (p - q)^2 / (p + q) or more, at
+    least 2 n TV^2 by the Cauchy-Schwarz inequality (sum |p - q| = 2 TV, sum (p + q) = 2). Over strata the bound
+    holds for the mean distance. Distances are those between pooled cells. 1 where nothing smaller can be found.
+    """
+    if freedom == 0 or samples == 0:
+        return 1.0
+    needed = _bisect(lambda x: power(x, freedom, level) - wanted, 10.0)
+    return min(1.0, math.sqrt(needed / (2 * samples)))
+
+
+def _upper_tail(x: float, freedom: int) -> float:
+    """Of the chi-square distribution."""
+    if freedom == 0:
+        return 1.0
+    half = torch.tensor([freedom / 2, x / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def _bisect(rising: Callable[[float], float], high: float) -> float:
+    """Where a rising function crosses 0, above 0."""
+    low = 0.0
+    while rising(high) < 0:
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return high
