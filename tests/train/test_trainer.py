@@ -1,5 +1,6 @@
 """The loop: learns, resumes exactly, refuses bad configurations."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -12,8 +13,10 @@ from dspark.drafters.backbone import BlockDrafterModel
 from dspark.target.decoder import causal_attention
 from dspark.testing import tiny_decoder, tiny_drafter
 from dspark.testing.chain import tiny_chain_model
+from dspark.train.blocks import block_forward, make_batch
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences
+from dspark.train.features import FeatureSource
 from dspark.train.run_log import LengthWatch
 from dspark.train.setup import draft_vocabulary, drafter_config, token_counts
 from dspark.train.trainer import Trainer
@@ -22,6 +25,7 @@ from dspark.train.warm_start import (
     copy_into_eagle3,
     copy_into_mtp,
     copy_last_layers,
+    grow_layers,
     init_head_from_bigrams,
 )
 
@@ -128,6 +132,30 @@ def test_warm_start_copies_what_the_target_computes(tmp_path):
     torch.testing.assert_close(context_k, k, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(context_v, v, atol=1e-4, rtol=1e-4)
     assert copied.input_norm.weight.eq(1).all()
+
+
+@pytest.mark.parametrize(("old", "new", "kept"), [(2, 4, [1, 3]), (2, 3, [1, 2]), (1, 3, [2]), (2, 2, [0, 1])])
+def test_new_layers_change_nothing_at_first(old, new, kept):
+    target = tiny_decoder(kind="qwen3", layers=5, dtype=torch.float32)
+    config = dataclasses.replace(tiny_drafter(target).model.config, num_layers=old)
+    torch.manual_seed(1)
+    small, large = (BlockDrafterModel(dataclasses.replace(config, num_layers=n)) for n in (old, new))
+    large.load_state_dict(grow_layers(small.state_dict(), large, target))
+    for place, layer in zip(kept, small.layers, strict=True):
+        assert torch.equal(large.layers[place].down_proj.weight, layer.down_proj.weight)
+    features = FeatureSource(target, config.taps)(SEQUENCES[:2])
+    batch = make_batch(SEQUENCES[:2], features, [torch.tensor([8, 12]), torch.tensor([9])], 4)
+    torch.testing.assert_close(block_forward(large, batch)[0], block_forward(small, batch)[0])
+    fresh = [layer for place, layer in enumerate(large.layers) if place not in kept]
+    assert all(layer.qkv_proj.weight.any() for layer in fresh), "what is not zero yet can learn"
+
+
+def test_fewer_layers_than_the_start_are_refused():
+    target = tiny_decoder(kind="qwen3", dtype=torch.float32)
+    model = BlockDrafterModel(tiny_drafter(target).model.config)
+    state = {f"layers.{i}.o_proj.weight": torch.zeros(1) for i in range(3)}
+    with pytest.raises(DSparkError, match="raise num_layers"):
+        grow_layers(state, model, target)
 
 
 def test_head_starts_from_the_bigram_table():

@@ -7,8 +7,8 @@ whatever schedules, whoever else is in the batch, whenever requests arrive.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class ExactKind:
 
     def work(self, prompts: Prompts, seed: int) -> list[tuple[Sequence[int], SamplingParams]]:
         """Every prompt with a seed of its own."""
-        return [(p, _seeded(self.params, seed + i)) for i, p in enumerate(prompts)]
+        return [(p, replace(self.params, seed=seed + i)) for i, p in enumerate(prompts)]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,6 @@ class ExactCell:
     accepted: int = 0
     differences: tuple[Difference, ...] = ()
     error: str | None = None
-    refused: str | None = None  # the engine's reason not to run the pair
 
     @property
     def failed(self) -> bool:
@@ -117,11 +116,8 @@ def run_cell(
     result = ExactCell(kind.name, name, policy_name, gamma, mix, len(prompts))
     policy = make(gamma) if make is not None else None
     work = kind.work(prompts, seed)
-    reason = _refusal(policy, drafter, kind.params, kind.rule)
-    if reason is not None:
-        return _changed(result, refused=reason)
     if mix == "mixed":
-        other = _seeded(_companion(kind, policy, drafter), seed)
+        other = replace(_companion(kind, policy, drafter), seed=seed)
         work = [item for own in work for item in (own, (own[0], other))]
     longest = max(len(p) for p in prompts) + (kind.params.max_tokens or 0)
     try:
@@ -131,10 +127,10 @@ def run_cell(
         outputs = play(engine, work, every=2 if mix == "staggered" else 0)
     except Exception as error:
         # A policy or drafter under audit may fail in any way: that is a finding, not the audit's end.
-        return _changed(result, error=f"{type(error).__name__}: {error}")
+        return replace(result, error=f"{type(error).__name__}: {error}")
     outputs = outputs[::2] if mix == "mixed" else outputs
     differences = _differences(target, kind, work[:: 2 if mix == "mixed" else 1], outputs, plain)
-    return _changed(result, differences=differences, **_counts(outputs))
+    return replace(result, differences=differences, **_counts(outputs))
 
 
 def _differences(
@@ -169,7 +165,9 @@ def _difference(
     scores, tolerance = _scores(target, kind, [*prompt, *expected[:k]], params)
     gap = float(scores[expected[k]] - scores[got[k]])
     finite = math.isfinite(gap)
-    return Difference(number, k, expected[k], got[k], gap if finite else None, finite and abs(gap) <= tolerance)
+    return Difference(
+        number, k, expected[k], got[k], gap if finite else None, finite and abs(gap) <= tolerance
+    )
 
 
 @torch.inference_mode()
@@ -198,34 +196,14 @@ def _companion(kind: ExactKind, policy: Policy | None, drafter: Drafter | None) 
         max_tokens=kind.params.max_tokens,
         ignore_eos=True,
     )
-    if _refusal(policy, drafter, params, kind.rule) is None:
-        return params
-    return SamplingParams(**{**vars(params), "speculative": False})
-
-
-def _refusal(
-    policy: Policy | None, drafter: Drafter | None, params: SamplingParams, rule: AcceptanceRule
-) -> str | None:
-    """The engine's reason not to run the pair, or None."""
     try:
         if policy is not None:
-            check_sound(policy, drafter, params, rule)
-    except DSparkError as error:
-        return str(error)
-    return None
-
-
-def _seeded(params: SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(**{**vars(params), "seed": seed})
-
-
-def _changed(cell: ExactCell, **changes: Any) -> ExactCell:
-    return ExactCell(**{**vars(cell), **changes})
+            check_sound(policy, drafter, params, kind.rule)
+    except DSparkError:
+        return replace(params, speculative=False)
+    return params
 
 
 def _counts(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     names: tuple[str, ...] = ("drafted", "scheduled", "accepted")
     return {name: int(np.sum([getattr(o.metrics, name) for o in outputs])) for name in names}
-
-
-Progress = Callable[[str], None]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 
-__all__ = ["LEAST_EXPECTED", "ChiSquare", "detectable_tv", "holm", "power", "two_sample"]
+__all__ = ["LEAST_EXPECTED", "ChiSquare", "critical_value", "detectable_tv", "holm", "power", "two_sample"]
 
 LEAST_EXPECTED = 10.0  # expected count of a cell, in the smaller sample, below which cells are pooled
 Strata = Iterable[tuple[np.ndarray, np.ndarray]]
@@ -71,9 +72,9 @@ def _table(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, int]:
     return np.stack(cells, 1).astype(float), int(together[rest].sum()) if len(rest) > 1 else 0
 
 
-def holm(p_values: Sequence[float], level: float) -> list[float]:
-    """Holm's adjusted p-values: a test fails where its value is at most `level`, and over all tests the chance of
-    any false alarm is at most `level`, however they depend on each other."""
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values: where those at most a level count as failures, the chance of any false alarm over
+    all tests is at most that level, however the tests depend on each other."""
     order = np.argsort(p_values, kind="stable")
     adjusted, worst = [1.0] * len(p_values), 0.0
     for rank, i in enumerate(order.tolist()):
@@ -82,29 +83,34 @@ def holm(p_values: Sequence[float], level: float) -> list[float]:
     return adjusted
 
 
-def power(noncentrality: float, freedom: int, level: float) -> float:
-    """Chance that a noncentral chi-square exceeds the central one's critical value at `level`."""
-    critical = _bisect(lambda x: level - _upper_tail(x, freedom), 10.0)
+def critical_value(freedom: int, level: float) -> float:
+    """What chi-square exceeds with probability `level`."""
+    return _bisect(lambda x: level - _upper_tail(x, freedom), 10.0)
+
+
+def power(noncentrality: float, freedom: int, critical: float) -> float:
+    """Chance that a noncentral chi-square exceeds `critical`: central ones, weighted by a Poisson distribution."""
+    if noncentrality == 0:
+        return _upper_tail(critical, freedom)
     half = noncentrality / 2
-    j = np.arange(int(half + 12 * math.sqrt(half + 1) + 20))
-    log_weight = -half + j * math.log(half) - torch.lgamma(torch.from_numpy(j + 1.0)).numpy() if half else None
-    weight = np.exp(log_weight) if log_weight is not None else (j == 0).astype(float)
-    tails = torch.special.gammaincc(
-        torch.from_numpy(freedom / 2 + j), torch.full((len(j),), critical / 2, dtype=torch.float64)
-    )
-    return float((weight * tails.numpy()).sum())
+    j = torch.arange(int(half + 12 * math.sqrt(half + 1) + 20), dtype=torch.float64)
+    weight = (j * math.log(half) - half - torch.lgamma(j + 1)).exp()
+    tails = torch.special.gammaincc(freedom / 2 + j, torch.full_like(j, critical / 2))
+    return float((weight * tails).sum())
 
 
+@cache
 def detectable_tv(freedom: int, samples: int, level: float, wanted: float = 0.99) -> float:
-    """Total variation distance that a test finds with the chance `wanted`, whatever the deviation's direction.
+    """Total variation distance that a test at `level` finds with the chance `wanted`, whatever its direction.
 
     Two samples of n outcomes whose laws differ by TV have the noncentrality n sum (p - q)^2 / (p + q) or more, at
-    least 2 n TV^2 by the Cauchy-Schwarz inequality (sum |p - q| = 2 TV, sum (p + q) = 2). Over strata the bound
-    holds for the mean distance. Distances are those between pooled cells. 1 where nothing smaller can be found.
+    least 2 n TV^2 by the Cauchy-Schwarz inequality (sum |p - q| = 2 TV, sum (p + q) = 2). Over strata of equal
+    size the bound holds for the mean distance. Distances are those between pooled cells. 1: none can be found.
     """
     if freedom == 0 or samples == 0:
         return 1.0
-    needed = _bisect(lambda x: power(x, freedom, level) - wanted, 10.0)
+    critical = critical_value(freedom, level)
+    needed = _bisect(lambda x: power(x, freedom, critical) - wanted, 10.0)
     return min(1.0, math.sqrt(needed / (2 * samples)))
 
 

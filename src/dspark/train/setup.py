@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dspark.core import DSparkError
+from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.checkpoint import load_drafter_model
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.model import DrafterModel
@@ -22,7 +23,7 @@ from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences, split
 from dspark.train.methods import METHOD_DEFAULTS
 from dspark.train.trainer import Trainer
-from dspark.train.warm_start import bigram_scores, init_head_from_bigrams, share_embeddings
+from dspark.train.warm_start import bigram_scores, grow_layers, init_head_from_bigrams, share_embeddings
 
 __all__ = ["build_trainer", "draft_vocabulary", "drafter_config", "token_counts"]
 
@@ -110,6 +111,12 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
         f"{len(train)} sequences, {int(counts.sum())} answer tokens, {100 * covered:.1f}% inside the draft vocabulary"
     )
     share_embeddings(model, target)
+    if start is not None and isinstance(model, BlockDrafterModel):
+        grown = grow_layers(start["model"], model, target)
+        if len(grown) > len(start["model"]):
+            start = {**start, "model": grown}
+            start.pop("optimizer", None)  # its moments are for other parameters
+            report(f"new layers between those of {config.init_from}, up to {model.config.num_layers}")
     trainer = Trainer(config, model, target, train, held_out)
     if config.features != "compute":
         tokens = sum(len(s.token_ids) for s in trainer.features.missing(train))

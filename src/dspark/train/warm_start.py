@@ -22,6 +22,7 @@ __all__ = [
     "copy_into_eagle3",
     "copy_into_mtp",
     "copy_last_layers",
+    "grow_layers",
     "init_head_from_bigrams",
     "share_embeddings",
 ]
@@ -58,6 +59,37 @@ def copy_last_layers(model: BlockDrafterModel, target: Decoder) -> None:
     hidden = config.hidden_size
     model.fc.weight.data.normal_(std=1e-3)
     model.fc.weight.data[:, -hidden:] += torch.eye(hidden)
+
+
+@torch.no_grad()
+def grow_layers(state: dict[str, Tensor], model: BlockDrafterModel, target: Decoder) -> dict[str, Tensor]:
+    """Weights of a block drafter with fewer layers than `model`, with new layers between that change nothing yet.
+
+    A new layer lies before each of the old ones as far as they reach. It copies a target layer from before those
+    that `copy_last_layers` gave the old ones, but its two output projections are 0: training starts where it
+    stopped.
+
+    Raises:
+        DSparkError: `state` has more layers than `model`.
+    """
+    count = model.config.num_layers
+    old = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))
+    if old > count:
+        raise DSparkError(f"the start has {old} layers, more than num_layers = {count}: raise num_layers")
+    places = [round((i + 1) * count / old) - 1 for i in range(old)]  # the last stays the last
+    grown = {k: v for k, v in state.items() if not k.startswith("layers.")}
+    for i, place in enumerate(places):
+        prefix = f"layers.{i}."
+        own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        grown |= {f"layers.{place}.{k}": v for k, v in own.items()}
+    for number, place in enumerate(sorted(set(range(count)) - set(places))):
+        fresh = _layer_state(model, target, number - count)
+        fresh["qkv_proj.weight"] *= fresh["input_norm.weight"]
+        fresh["input_norm.weight"] = torch.ones_like(fresh["input_norm.weight"])
+        fresh["o_proj.weight"].zero_()
+        fresh["down_proj.weight"].zero_()
+        grown |= {f"layers.{place}.{k}": v for k, v in fresh.items()}
+    return grown
 
 
 @torch.no_grad()
