@@ -103,6 +103,7 @@ def ratio_rule(
     row_start: torch.Tensor,
     accept_u: torch.Tensor,
     resample_u: torch.Tensor,
+    one_hot: torch.Tensor | None = None,
 ) -> Verdict:
     """Rejection sampling with a residual (Leviathan et al. 2023, algorithm 1; Chen et al. 2023).
 
@@ -122,6 +123,7 @@ def ratio_rule(
         row_start: [R] int64, the target row of each request's slot 0.
         accept_u: [R, g] uniforms in [0, 1).
         resample_u: [R] uniforms in [0, 1).
+        one_hot: [R] bool, requests whose proposals were made without drawing from `p_draft`.
     """
     R, g = draft_tokens.shape
     if R == 0:
@@ -130,6 +132,8 @@ def ratio_rule(
     tokens = draft_tokens.masked_fill(~scheduled, 0)  # what lies past a length may be anything
     p_x = p_target[_slot_rows(row_start, g, p_target.shape[0]), tokens]  # [R, g]
     q_x = torch.ones_like(p_x) if p_draft is None else _draft_probability(tokens, p_draft, vocab, p_target)
+    if one_hot is not None:
+        q_x = q_x.masked_fill(one_hot[:, None], 1)
     accepted = accept_u.double() * q_x.double() < p_x.double()
     num_accepted = _leading(accepted & scheduled)
     rejected = num_accepted < lengths
@@ -138,13 +142,16 @@ def ratio_rule(
         return Verdict(num_accepted=num_accepted, next_token=sample(p_next, resample_u))
 
     slot = num_accepted.clamp(max=g - 1)
-    if p_draft is None:
-        x = tokens.gather(1, slot[:, None])  # [R, 1]
-        kept = p_next.gather(1, x).masked_fill(rejected[:, None], 0)
-        residual = p_next.scatter(1, x, kept)
-    else:
-        q = p_draft[torch.arange(R, device=slot.device), slot].masked_fill(~rejected[:, None], 0)  # [R, Vd]
+    certain = torch.full_like(rejected, p_draft is None) if one_hot is None else one_hot
+    residual = p_next
+    if p_draft is not None:
+        q = p_draft[torch.arange(R, device=slot.device), slot]  # [R, Vd]
+        q = q.masked_fill((certain | ~rejected)[:, None], 0)
         residual = _subtract(p_next, q.to(p_next.dtype), vocab).clamp_(min=0)
+    if p_draft is None or one_hot is not None:
+        x = tokens.gather(1, slot[:, None])  # [R, 1]
+        kept = residual.gather(1, x).masked_fill((certain & rejected)[:, None], 0)
+        residual = residual.scatter(1, x, kept)
     empty = residual.sum(-1, keepdim=True) <= 0
     return Verdict(
         num_accepted=num_accepted, next_token=sample(torch.where(empty, p_next, residual), resample_u)

@@ -140,8 +140,8 @@ class Draft:
     """What a drafter proposes for R requests. Slots at and past a row's length hold no meaning.
 
     `probs` is the very array the tokens were sampled from (p_d); None means one-hot, a deterministic
-    proposal. `vocab` maps draft ids to target ids where the draft vocabulary is pruned; tokens are
-    always target ids.
+    proposal, and rows of `one_hot` are such whatever `probs` holds. `vocab` maps draft ids to target ids where
+    the draft vocabulary is pruned; tokens are always target ids.
     """
 
     tokens: torch.Tensor  # [R, gamma] int64
@@ -149,6 +149,7 @@ class Draft:
     probs: torch.Tensor | None = None  # [R, gamma, Vd] float
     vocab: torch.Tensor | None = None  # [Vd] int64
     confidence: torch.Tensor | None = None  # [R, gamma] logits of conditional acceptance, eq. (7)
+    one_hot: torch.Tensor | None = None  # [R] bool; None: no row, or all where there are no `probs`
 
     @property
     def gamma(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from dspark.core import RequestOutput, SamplingParams
 from dspark.drafters.base import Drafter
+from dspark.drafters.lookup import LookupFirst
 from dspark.drafters.ngram import NgramDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
@@ -42,6 +43,7 @@ SLOTS = torch.tensor([[0.1, 0.1, 0.8], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3]], dtype=
 DRAFTERS = {
     "uniform": lambda: ScriptedDrafter.from_table(UNIFORM, 3),
     "close": lambda: ScriptedDrafter.from_table(CLOSE, 3),
+    "close+lookup": lambda: LookupFirst(ScriptedDrafter.from_table(CLOSE, 3), 2, 3, 1, 2),
     "equal": lambda: ScriptedDrafter.from_table(torch.from_numpy(TABLE), 3),
     "zeros": lambda: ScriptedDrafter.from_table(ZEROS, 3),
     "one-hot-probs": lambda: ScriptedDrafter.from_table(ONE_HOT, 3),
@@ -130,7 +132,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["close", "zeros", "pruned"])
+@pytest.mark.parametrize("name", ["close", "zeros", "pruned", "close+lookup"])
 @pytest.mark.parametrize("filters", FILTERS)
 def test_filters_act_on_both_sides(name: str, filters: str) -> None:
     params = FILTERS[filters]

@@ -13,6 +13,7 @@ import torch
 
 from dspark.core import RequestOutput, SamplingParams
 from dspark.drafters.base import Drafter
+from dspark.drafters.lookup import LookupFirst
 from dspark.drafters.ngram import NgramDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
@@ -42,6 +43,8 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter | None]] = {
     "eagle3": lambda target: tiny_chain_drafter(target),
     "eagle3-pruned": lambda target: tiny_chain_drafter(target, draft_vocab_size=7),
     "mtp": lambda target: tiny_chain_drafter(target, "mtp"),
+    "dspark+lookup": lambda target: LookupFirst(tiny_drafter(target, draft_vocab_size=7), 3, 7, 1, 3),
+    "eagle3+lookup": lambda target: LookupFirst(tiny_chain_drafter(target), 2, 5, 1, 2),
 }
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -136,7 +139,18 @@ SHORT = {
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "ngram", "dspark-rnn", "dspark-pruned", "dflash", "unreliable", "eagle3", "mtp"]
+    "name",
+    [
+        "none",
+        "ngram",
+        "dspark-rnn",
+        "dspark-pruned",
+        "dflash",
+        "unreliable",
+        "eagle3",
+        "mtp",
+        "dspark+lookup",
+    ],
 )
 @pytest.mark.parametrize("kind", SHORT)
 def test_short_memory_and_chunked_prefill_change_nothing(

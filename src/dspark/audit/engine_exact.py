@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from dspark.acceptance import AcceptanceRule, token_noise
@@ -130,7 +129,13 @@ def run_cell(
         return replace(result, error=f"{type(error).__name__}: {error}")
     outputs = outputs[::2] if mix == "mixed" else outputs
     differences = _differences(target, kind, work[:: 2 if mix == "mixed" else 1], outputs, plain)
-    return replace(result, differences=differences, **_counts(outputs))
+    return replace(
+        result,
+        drafted=sum(o.metrics.drafted for o in outputs),
+        scheduled=sum(o.metrics.scheduled for o in outputs),
+        accepted=sum(o.metrics.accepted for o in outputs),
+        differences=differences,
+    )
 
 
 def _differences(
@@ -202,8 +207,3 @@ def _companion(kind: ExactKind, policy: Policy | None, drafter: Drafter | None) 
     except DSparkError:
         return replace(params, speculative=False)
     return params
-
-
-def _counts(outputs: Sequence[RequestOutput]) -> dict[str, int]:
-    names: tuple[str, ...] = ("drafted", "scheduled", "accepted")
-    return {name: int(np.sum([getattr(o.metrics, name) for o in outputs])) for name in names}

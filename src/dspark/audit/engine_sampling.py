@@ -58,7 +58,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class DistributionTest:
-    """One two-sample test; `token` is the first position (from 1) it looks at. `adjusted`: Holm's p-value over the audit; `detectable_tv`: see `engine_statistics`."""
+    """One two-sample test; `token` is the first position (from 1) it looks at.
+
+    `adjusted`: Holm's p-value over the audit. `detectable_tv`: see `engine_statistics`.
+    """
 
     drafter: str
     policy: str

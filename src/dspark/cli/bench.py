@@ -1,4 +1,4 @@
-"""`dspark bench throughput`: decoding methods against each other on the same prompts."""
+"""`dspark bench`: its benchmarks, and `dspark bench throughput`: decoding methods on the same prompts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli import bench_kernels, bench_round
 from dspark.cli.options import (
     add_model_options,
     add_schedule_options,
@@ -16,7 +17,7 @@ from dspark.cli.options import (
     schedule_config,
     speculative_config,
 )
-from dspark.drafters.methods import METHODS, TRAINED
+from dspark.drafters.methods import LOOKUP, NAMES, TRAINED
 from dspark.schedule.names import POLICIES
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ def add_parser(verbs: Any) -> None:
     """Add the verb to the `add_subparsers` object of `dspark`."""
     parser = verbs.add_parser("bench", help="measure", description="Measurements that can be repeated.")
     benches = parser.add_subparsers(title="benchmarks", dest="bench", metavar="BENCHMARK", required=True)
-    throughput = benches.add_parser("throughput", help="tokens/s of several methods", description=__doc__)
+    throughput = benches.add_parser(
+        "throughput",
+        help="tokens/s of several methods",
+        description="Decoding methods against each other on the same prompts.",
+    )
     throughput.add_argument(
         "--methods",
         type=_methods,
@@ -56,14 +61,16 @@ def add_parser(verbs: Any) -> None:
     add_model_options(throughput, with_method=False)
     add_schedule_options(throughput)
     throughput.set_defaults(run=run)
+    bench_kernels.add_parser(benches)
+    bench_round.add_parser(benches)
 
 
 def _methods(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         method, colon, policy = name.partition(":")
-        if method not in METHODS:
-            raise argparse.ArgumentTypeError(f"unknown method {method!r} (choose from {', '.join(METHODS)})")
+        if method not in NAMES:
+            raise argparse.ArgumentTypeError(f"unknown method {method!r} (choose from {', '.join(NAMES)})")
         if colon and (policy not in POLICIES or method == "none"):
             raise argparse.ArgumentTypeError(
                 f"unknown policy in {name!r} (choose from {', '.join(POLICIES)}; none has no policy)"
@@ -114,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     from dspark.core import DSparkError
 
-    if args.drafter is not None and len({m.partition(":")[0] for m in args.methods} & set(TRAINED)) != 1:
+    trained = {m.partition(":")[0].removesuffix(LOOKUP) for m in args.methods} & set(TRAINED)
+    if args.drafter is not None and len(trained) != 1:
         raise DSparkError(f"--drafter needs exactly one of {' and '.join(TRAINED)} among --methods")
     if args.json not in (None, "-") and not Path(args.json).parent.is_dir():
         raise DSparkError(f"no directory {str(Path(args.json).parent)!r} for the report: create it first")
@@ -123,7 +131,7 @@ def _check(args: argparse.Namespace) -> None:
 def _config(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """The method's share of the options: none drafts nothing, and only trained drafters have a file."""
     method, _, policy = name.partition(":")
-    drafter = args.drafter if method in TRAINED else None
+    drafter = args.drafter if method.removesuffix(LOOKUP) in TRAINED else None
     config = speculative_config(method, drafter, None if method == "none" else args.num_speculative_tokens)
     return config | schedule_config(args, method, policy or None)
 

@@ -30,7 +30,7 @@ COMMANDS = "commands: /system TEXT, /reset, /exit; Ctrl-C stops an answer, Ctrl-
 def add_parser(verbs: Any) -> None:
     """Add the verb to the `add_subparsers` object of `dspark`."""
     parser = verbs.add_parser("chat", help="talk with the model", description=__doc__)
-    add_model_options(parser)
+    add_model_options(parser, method="dspark+lookup")
     add_sampling_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.set_defaults(run=run)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.cli.options import DEFAULT_MODEL, load_llm, speculative_config
-from dspark.drafters.methods import METHODS
+from dspark.drafters.methods import NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +37,7 @@ def add_parser(verbs: Any) -> None:
         "--drafters",
         default="none,ngram,dspark",
         metavar="LIST",
-        help=f"names ({', '.join(METHODS)}) and checkpoint directories (%(default)s); none is always measured",
+        help=f"names ({', '.join(NAMES)}) and checkpoint directories (%(default)s); none is always measured",
     )
     parser.add_argument(
         "--prompts",
@@ -172,7 +172,7 @@ def _entrants(args: argparse.Namespace) -> list[_Entrant]:
         count, path = args.num_speculative_tokens, Path(text).expanduser()
         if text == "none":
             continue
-        if text in METHODS:
+        if text in NAMES:
             label, config = text, speculative_config(text, None, count)
             fingerprint = f"shipped with dspark {__version__}"
         elif text and path.is_dir():
@@ -181,7 +181,7 @@ def _entrants(args: argparse.Namespace) -> list[_Entrant]:
             fingerprint = _fingerprint(path)
         else:
             raise DSparkError(
-                f"--drafters: {text!r} is neither a method ({', '.join(METHODS)}) nor a checkpoint directory"
+                f"--drafters: {text!r} is neither a method ({', '.join(NAMES)}) nor a checkpoint directory"
             )
         if label in entrants:
             raise DSparkError(f"--drafters: two checkpoints end in {label!r}: rename one of the directories")

@@ -28,7 +28,7 @@ def add_parser(verbs: Any) -> None:
     """Add the verb to the `add_subparsers` object of `dspark`."""
     parser = verbs.add_parser("generate", help="answer one prompt", description=__doc__)
     parser.add_argument("prompt", help="a user message; - reads it from stdin")
-    add_model_options(parser)
+    add_model_options(parser, method="dspark+lookup")
     add_schedule_options(parser)
     add_sampling_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")

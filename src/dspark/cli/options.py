@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.drafters.methods import METHODS, TRAINED
+from dspark.drafters.methods import LOOKUP, NAMES, TRAINED
 from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
 
 if TYPE_CHECKING:
@@ -25,10 +25,13 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = "smollm2-135m"
+LOOKUP_TOKENS = 7  # most that "+lookup" copies a round
 
 
-def add_model_options(parser: argparse.ArgumentParser, with_method: bool = True) -> None:
-    """--model, --drafter, --num-speculative-tokens, --device, --dtype, and --method where there is one."""
+def add_model_options(
+    parser: argparse.ArgumentParser, with_method: bool = True, method: str = "dspark"
+) -> None:
+    """--model, --drafter, --num-speculative-tokens, --device, --dtype, and --method (`method`) if there is one."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -36,7 +39,13 @@ def add_model_options(parser: argparse.ArgumentParser, with_method: bool = True)
         help="known name, Hugging Face directory or .gguf file (%(default)s)",
     )
     if with_method:
-        group.add_argument("--method", choices=METHODS, default="dspark", help="who drafts (%(default)s)")
+        group.add_argument(
+            "--method",
+            choices=NAMES,
+            default=method,
+            metavar="METHOD",
+            help=f"who drafts: {', '.join(NAMES)}; +lookup copies where the text repeats (%(default)s)",
+        )
     group.add_argument(
         "--drafter", metavar="PATH", help="drafter checkpoint; without it the one shipped for the model"
     )
@@ -141,13 +150,14 @@ def sampling_params(args: argparse.Namespace, **changes: Any) -> SamplingParams:
 def speculative_config(
     method: str, drafter: str | None = None, num_speculative_tokens: int | None = None
 ) -> dict[str, Any]:
-    """The `speculative_config` of a method.
+    """The `speculative_config` of a method, or of one with "+lookup" behind it.
 
     Raises:
         DSparkError: an option that the method has no use for, or a drafter that is not there.
     """
     from dspark.core import DSparkError
 
+    name, method = method, method.removesuffix(LOOKUP)
     if drafter is not None:
         if method not in TRAINED:
             raise DSparkError(
@@ -160,7 +170,13 @@ def speculative_config(
             raise DSparkError("--num-speculative-tokens has no meaning with the method none: leave it out")
         if num_speculative_tokens < 1:
             raise DSparkError(f"--num-speculative-tokens must be 1 or more, got {num_speculative_tokens}")
-    config = {"method": method, "model": drafter, "num_speculative_tokens": num_speculative_tokens}
+    config: dict[str, Any] = {
+        "method": method,
+        "model": drafter,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+    if name != method:
+        config["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     return {key: value for key, value in config.items() if value is not None}
 
 

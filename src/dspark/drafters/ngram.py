@@ -9,10 +9,10 @@ from dspark.core import Draft, DSparkError, Request
 from dspark.drafters.base import ObserveBatch, ProposeBatch
 from dspark.kv import KVPool, LayerKV
 
-__all__ = ["NgramDrafter"]
+__all__ = ["NgramDrafter", "NgramIndex", "continued"]
 
 
-class _Index:
+class NgramIndex:
     """Where each n-gram of a sequence last ended, grown token by token (nothing is scanned twice).
 
     The latest n-gram is entered one token late: its own occurrence must not match itself.
@@ -40,6 +40,12 @@ class _Index:
         return None
 
 
+def continued(tokens: list[int], end: int, count: int) -> list[int]:
+    """What followed the occurrence that ended at `end`; one that overlaps the end of `tokens` goes on as a loop."""
+    period = len(tokens) - end
+    return [tokens[end + i % period] for i in range(count)]
+
+
 class NgramDrafter:
     """Deterministic proposals copied from the request's own tokens; needs no weights and no KV.
 
@@ -62,7 +68,7 @@ class NgramDrafter:
             )
         self.max_draft = max_draft
         self._sizes = range(lookup_min, lookup_max + 1)
-        self._indices: dict[int, _Index] = {}
+        self._indices: dict[int, NgramIndex] = {}
 
     def attach(self, pool: KVPool, first_layer: int) -> None:
         """No KV layers."""
@@ -85,11 +91,8 @@ class NgramDrafter:
         self._indices.pop(request.uid, None)
 
     def _lookup(self, request: Request, wanted: int) -> list[int]:
-        index = self._indices.setdefault(request.uid, _Index(self._sizes))
+        index = self._indices.setdefault(request.uid, NgramIndex(self._sizes))
         index.extend(request.token_ids)
         tokens = request.token_ids
         end = index.find(tokens)
-        if end is None:
-            return []
-        period = len(tokens) - end  # a match that overlaps the end goes on as a loop
-        return [tokens[end + i % period] for i in range(wanted)]
+        return [] if end is None else continued(tokens, end, wanted)

@@ -9,6 +9,7 @@ from typing import Any
 from dspark.core import DSparkError
 from dspark.drafters.base import Drafter
 from dspark.drafters.checkpoint import load_drafter_model, read_drafter_config
+from dspark.drafters.lookup import LookupFirst
 from dspark.drafters.methods import METHODS, TRAINED
 from dspark.drafters.models import serve
 from dspark.drafters.ngram import NgramDrafter
@@ -23,12 +24,13 @@ _KEYS = {
     "num_speculative_tokens",
     "prompt_lookup_max",
     "prompt_lookup_min",
-}  # vLLM's names
+}  # vLLM's names; prompt_lookup_num_tokens is that of Transformers
 _KEYS_OF = {
     "none": {"method"},
     "ngram": _KEYS - {"model"},
-    **{method: {"method", "model", "num_speculative_tokens"} for method in TRAINED},
+    **{method: _KEYS | {"prompt_lookup_num_tokens"} for method in TRAINED},
 }
+_LOOKUP_MIN, _LOOKUP_MAX = 2, 4
 
 
 def shipped_drafters() -> dict[str, Path]:
@@ -65,9 +67,7 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
     if method == "none":
         return None, FixedLength(0)
     if method == "ngram":
-        smallest, largest = _whole(config, "prompt_lookup_min"), _whole(config, "prompt_lookup_max")
-        lookup_max = largest or max(4, smallest or 0)
-        lookup_min = smallest or min(2, lookup_max)
+        lookup_min, lookup_max = _lookup_sizes(config)
         return NgramDrafter(count or 5, lookup_max, lookup_min), FixedLength(count or 5)
     directory = _checkpoint(config, method, target)
     model = load_drafter_model(directory, target)
@@ -80,16 +80,31 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
             f"num_speculative_tokens {count} exceeds the block of {model.config.block_size} the drafter was trained "
             "for: acceptance would collapse; ask for fewer"
         )
-    return serve(model, int8=True), FixedLength(
-        count or model.config.num_speculative_tokens or model.config.block_size
-    )
+    block = count or model.config.num_speculative_tokens or model.config.block_size
+    copies = _whole(config, "prompt_lookup_num_tokens", least=0)
+    if copies:
+        lookup_min, lookup_max = _lookup_sizes(config)
+        drafter = LookupFirst(serve(model, int8=True), block, copies, lookup_min, lookup_max)
+        return drafter, FixedLength(drafter.max_draft)
+    if {"prompt_lookup_min", "prompt_lookup_max"} & set(config):
+        raise DSparkError(
+            f"the sizes of a prompt lookup have no meaning for {method} without prompt_lookup_num_tokens: set that too"
+        )
+    return serve(model, int8=True), FixedLength(block)
 
 
-def _whole(config: Mapping[str, Any], key: str) -> int | None:
-    """A whole number of 1 or more, or None where the key is absent."""
+def _lookup_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Least and largest n-gram that is looked up; what is not given adapts to what is."""
+    smallest, largest = _whole(config, "prompt_lookup_min"), _whole(config, "prompt_lookup_max")
+    lookup_max = largest or max(_LOOKUP_MAX, smallest or 0)
+    return smallest or min(_LOOKUP_MIN, lookup_max), lookup_max
+
+
+def _whole(config: Mapping[str, Any], key: str, least: int = 1) -> int | None:
+    """A whole number of `least` or more, or None where the key is absent."""
     value = config.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise DSparkError(f"{key} must be a whole number, 1 or more, got {value!r}")
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise DSparkError(f"{key} must be a whole number, {least} or more, got {value!r}")
     return value
 
 

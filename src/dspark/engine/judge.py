@@ -74,6 +74,7 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
         row_start,
         accept_u=rows.uniform(slots[:-1], Purpose.ACCEPT),
         resample_u=rows.uniform(slots[:1], Purpose.RESAMPLE)[:, 0],
+        one_hot=None if draft.one_hot is None else draft.one_hot[index],
     )
     return Judgement(verdict, logits, raw, target_rows)
 

@@ -118,7 +118,8 @@ class RoundRecorder:
         p_x = p_t[:-1].gather(1, tokens[:, None])[:, 0]
         reached = min(accepted + 1, length)
         soft = p_x[:reached]
-        if draft.probs is not None and not request.params.greedy:
+        copied = draft.one_hot is not None and bool(draft.one_hot[i])
+        if draft.probs is not None and not copied and not request.params.greedy:
             p = p_t[:reached] if draft.vocab is None else p_t[:reached, draft.vocab]
             soft = torch.minimum(p, draft.probs[i, :reached].to(p.dtype)).sum(-1)
         x, chance = tokens.tolist(), p_x.tolist()

@@ -1,0 +1,298 @@
+"""Greedy decoding on CPU threads: ours, plainly and drafted, transformers, and llama.cpp, plainly and with n-grams.
+
+    pip install 'dspark[bench]'
+    python benchmarks/cpu_peers.py --threads 2 --concurrency 1,4,16 --json report.json
+
+All read the same GGUF file (transformers its values in float32), continue the same built-in prompts, and decode
+exactly `--max-tokens` tokens a prompt. Each peer stays loaded in a process of its own, so that thread pools do not
+share one; only one computes at a time, and they take turns within every repeat, each repeat in another order. Times
+include the prompts' processing. Tokens per second of CPU time (all threads) tell whether another program slowed a
+peer down. Peers that are not installed are skipped, and the report says so.
+
+- dspark ignores the end of a text, llama.cpp forbids its tokens. Texts are compared up to where ours would have ended.
+- llama.cpp rounds activations to 8 bits, so its text may part from the float32 peers'.
+- `llama.cpp-ngram` is its server's own speculation without a draft model (`--llama-ngram`), with its default sizes.
+- The binding's wheels on PyPI are built without AVX-512; the report holds what llama.cpp says of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from llama_peer import NGRAM_KINDS, LlamaPeer, gguf_of
+from plain_vs_transformers import (
+    DSparkPeer,
+    TransformersPeer,
+    fail,
+    load_prompts,
+    numbers,
+    peak_rss_mb,
+    spread,
+)
+
+OURS = ("none", "dspark", "ngram", "dflash")
+REQUIRES = {"transformers": "transformers", "llama.cpp": "xllamacpp", "llama.cpp-ngram": "xllamacpp"}
+PEERS = (*OURS, *REQUIRES)
+INSTALL = "pip install 'dspark[bench]'"
+
+
+def missing(peer: str, model: str) -> str | None:
+    """Why a peer cannot run, None if it can."""
+    package = REQUIRES.get(peer)
+    if package is None:
+        return None
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed; run: {INSTALL}"
+    if package == "xllamacpp" and gguf_of(model) is None:
+        return f"llama.cpp reads GGUF files, and {model!r} is none"
+    return None
+
+
+def build(name: str, args: argparse.Namespace) -> Any:
+    most = max(args.concurrency)
+    if name == "transformers":
+        return TransformersPeer(args.model)
+    if name in OURS:
+        return DSparkPeer(args.model, name, args.drafter if name in ("dspark", "dflash") else None, most)
+    gguf = gguf_of(args.model)
+    assert gguf is not None, "peers that cannot run are skipped before"
+    ngram = args.llama_ngram if name == "llama.cpp-ngram" else None
+    # Room for a draft behind the last token.
+    return LlamaPeer(gguf, args.threads, most, args.max_prompt_tokens + args.max_tokens + 64, ngram)
+
+
+def serve(name: str, args: argparse.Namespace) -> None:
+    """A peer's process: a JSON line in, a JSON line out, until stdin closes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    import torch
+
+    torch.set_num_threads(args.threads)
+    peer = build(name, args)
+    print(json.dumps({"facts": getattr(peer, "facts", {})}), file=answers, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        ids = peer.decode(job["prompts"], job["tokens"], job["concurrency"])
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
+        length = getattr(peer, "accepted_length", None)
+        times = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        answer = {"ids": ids, **times, "accepted_length": length, "peak_rss_mb": peak_rss_mb()}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class Process:
+    """A peer seen from outside."""
+
+    def __init__(self, name: str, argv: Sequence[str], threads: int) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
+        command = [sys.executable, __file__, *argv, "--serve", name]
+        self.name = name
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.facts: dict[str, Any] = self._read()["facts"]
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(fail(f"the peer {self.name} ended early; its own message is above"))
+        return json.loads(line)
+
+    def decode(self, prompts: list[list[int]], tokens: int, concurrency: int) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        job = {"prompts": prompts, "tokens": tokens, "concurrency": concurrency}
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        return self._read()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure_all(
+    args: argparse.Namespace, peers: list[Process], prompts: list[list[int]], ends: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Runs of all peers, taking turns; texts compared with our plain one of the same repeat."""
+    for concurrency in args.concurrency:
+        for peer in peers:
+            peer.decode([prompt[:32] for prompt in prompts[:concurrency]], 4, concurrency)
+    runs = []
+    for concurrency in args.concurrency:
+        for repeat in range(args.repeats):
+            first = repeat % len(peers)
+            turn = []
+            for peer in (*peers[first:], *peers[:first]):
+                answer = peer.decode(prompts, args.max_tokens, concurrency)
+                tokens = sum(map(len, answer["ids"]))
+                assert tokens == len(prompts) * args.max_tokens, f"{peer.name} decoded {tokens} tokens"
+                turn.append({"peer": peer.name, "concurrency": concurrency, "repeat": repeat, **answer})
+                turn[-1]["tokens_per_s"] = tokens / answer["seconds"]
+                turn[-1]["tokens_per_cpu_s"] = tokens / answer["cpu_seconds"]
+                rate = f"{peer.name}: {turn[-1]['tokens_per_s']:.1f} tokens/s"
+                print(f"concurrency {concurrency}, repeat {repeat}, {rate}", file=sys.stderr)
+            reference = next((run["ids"] for run in turn if run["peer"] == "none"), None)
+            for run in turn:
+                run |= compare(reference, run.pop("ids"), ends)
+            runs += turn
+    return runs
+
+
+def compare(
+    reference: list[list[int]] | None, ids: list[list[int]], ends: Sequence[int]
+) -> dict[str, int | float | None]:
+    """How many outputs equal the reference up to its end of text, and the mean share of it that they share."""
+    if reference is None:
+        return {"identical": None, "common": None}
+    identical, common = 0, 0.0
+    for mine, theirs in zip(ids, reference, strict=True):
+        end = next((i for i, token in enumerate(theirs) if token in ends), len(theirs))
+        same = next((i for i in range(end) if mine[i] != theirs[i]), end)
+        identical += same == end
+        common += same / end if end else 1.0
+    return {"identical": identical, "common": common / len(ids)}
+
+
+def summarise(runs: list[dict[str, Any]], peers: Sequence[str]) -> list[dict[str, Any]]:
+    """Median and range per peer and concurrency; ratios to every other peer are taken within a repeat."""
+    rates = {(run["peer"], run["concurrency"], run["repeat"]): run["tokens_per_s"] for run in runs}
+    summary = []
+    for concurrency in dict.fromkeys(run["concurrency"] for run in runs):
+        for peer in peers:
+            mine = [run for run in runs if (run["peer"], run["concurrency"]) == (peer, concurrency)]
+            ratios = {
+                other: spread(
+                    [run["tokens_per_s"] / rates[other, concurrency, run["repeat"]] for run in mine]
+                )
+                for other in peers
+                if other != peer
+            }
+            cell = {"peer": peer, "concurrency": concurrency, "ratio_to": ratios}
+            for name in ("tokens_per_s", "tokens_per_cpu_s"):
+                cell[name] = spread([run[name] for run in mine])
+            cell["accepted_length"] = mine[0]["accepted_length"]
+            known = [run for run in mine if run["identical"] is not None]
+            cell["identical"] = min((run["identical"] for run in known), default=None)
+            cell["common"] = min((run["common"] for run in known), default=None)
+            cell["peak_rss_mb"] = max(run["peak_rss_mb"] for run in mine)
+            summary.append(cell)
+    return summary
+
+
+def print_table(summary: list[dict[str, Any]], base: str, num_prompts: int) -> None:
+    print(
+        f"{'conc.':>5}  {'peer':<16}{'tokens/s (min..max)':<24}{'x ' + base:<20}{'/CPU s':>7}{'acc. len.':>11}",
+        end="",
+    )
+    print(f"{'same text':>12}{'peak MB':>9}")
+    for cell in summary:
+        rate, ratio = cell["tokens_per_s"], cell["ratio_to"].get(base)
+        rates = f"{rate['median']:.1f} ({rate['min']:.1f}..{rate['max']:.1f})"
+        ratios = "-" if ratio is None else f"{ratio['median']:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"
+        cpu = f"{cell['tokens_per_cpu_s']['median']:.1f}"
+        length = "-" if cell["accepted_length"] is None else f"{cell['accepted_length']:.2f}"
+        same = "-" if cell["identical"] is None else f"{cell['identical']} of {num_prompts}"
+        print(
+            f"{cell['concurrency']:>5}  {cell['peer']:<16}{rates:<24}{ratios:<20}{cpu:>7}{length:>11}", end=""
+        )
+        print(f"{same:>12}{cell['peak_rss_mb']:>9.0f}")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="smollm2-135m", help="known name or .gguf file (%(default)s)")
+    default = "none,dspark,transformers,llama.cpp,llama.cpp-ngram"
+    add("--peers", default=default, help=f"of {', '.join(PEERS)} (%(default)s)")
+    add("--drafter", help="checkpoint for dspark or dflash; default: the shipped one")
+    add("--llama-ngram", choices=NGRAM_KINDS, default="simple", help="kind of n-gram drafts (%(default)s)")
+    add("--concurrency", type=numbers, default=(1, 4, 16), metavar="LIST", help="(1,4,16)")
+    add("--prompts", type=int, default=16, metavar="N", help="built-in ones (%(default)s)")
+    add("--max-prompt-tokens", type=int, default=512, metavar="N", help="skip longer prompts (%(default)s)")
+    add("--max-tokens", type=int, default=64, metavar="N", help="a prompt, exactly (%(default)s)")
+    add("--repeats", type=int, default=3, metavar="N", help="%(default)s")
+    add("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="%(default)s")
+    add("--json", metavar="PATH", help="write every figure there; - is stdout")
+    add("--serve", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    for name in ("prompts", "max_prompt_tokens", "max_tokens", "repeats", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    args.peers = list(dict.fromkeys(args.peers.split(",")))
+    if unknown := [name for name in args.peers if name not in PEERS]:
+        parser.error(f"unknown peer {unknown[0]!r}; choose from {', '.join(PEERS)}")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    from dspark.cli.machine import machine, versions
+    from dspark.core import DSparkError
+    from dspark.target.hf import read_config
+    from dspark.target.zoo import resolve
+
+    try:
+        if args.serve:
+            serve(args.serve, args)
+            return 0
+        prompts = load_prompts(args)
+        ends = read_config(resolve(args.model)).eos_token_ids
+    except DSparkError as error:
+        return fail(str(error))
+    if len(prompts) < max(args.concurrency):
+        return fail(f"concurrency {max(args.concurrency)} needs as many prompts, got {len(prompts)}")
+    skipped = {name: reason for name in args.peers if (reason := missing(name, args.model))}
+    for name, reason in skipped.items():
+        print(f"skipped {name}: {reason}", file=sys.stderr)
+    names = [name for name in args.peers if name not in skipped]
+    if not names:
+        return fail("no peer is left to measure")
+    with ExitStack() as stack:
+        peers = []
+        for name in names:
+            peers.append(Process(name, argv, args.threads))
+            stack.callback(peers[-1].close)
+        runs = measure_all(args, peers, prompts, ends)
+        facts = {peer.name: peer.facts for peer in peers if peer.facts}
+    summary = summarise(runs, names)
+    packages = {REQUIRES[name] for name in names if name in REQUIRES}
+    report = {
+        "format": "dspark-cpu-peers",
+        "format_version": 1,
+        "versions": {**versions(), **{package: metadata.version(package) for package in sorted(packages)}},
+        "machine": {**machine(), "threads": args.threads},
+        "settings": {key: value for key, value in vars(args).items() if key not in ("serve", "json")},
+        "skipped": skipped,
+        "facts": facts,
+        "num_prompts": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "runs": runs,
+        "summary": summary,
+    }
+    text = json.dumps(report, indent=1, allow_nan=False)
+    if args.json == "-":
+        print(text)
+        return 0
+    if args.json:
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    print_table(summary, "none" if "none" in names else names[0], len(prompts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
