@@ -5,9 +5,12 @@
 
 All read the same GGUF file (transformers its values in float32), continue the same built-in prompts, and decode
 exactly `--max-tokens` tokens a prompt. Each peer stays loaded in a process of its own, so that thread pools do not
-share one; only one computes at a time, and they take turns within every repeat, each repeat in another order. Times
-include the prompts' processing. Tokens per second of CPU time (all threads) tell whether another program slowed a
-peer down. Peers that are not installed are skipped, and the report says so.
+share one; only one computes at a time, and they take turns within every repeat, each repeat in another order. Peers
+that are not installed are skipped, and the report says so.
+
+- tokens/s includes the prompts' processing. "decoding" leaves it out: every run is preceded by one that decodes one
+  token a prompt, whose time is taken off. With several streams, where prompts and decoding mix, that is an estimate.
+- Tokens per second of CPU time (all threads, spinning included) tell whether another program slowed a peer down.
 
 - dspark ignores the end of a text, llama.cpp forbids its tokens. Texts are compared up to where ours would have ended.
 - llama.cpp rounds activations to 8 bits, so its text may part from the float32 peers'.
@@ -31,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_peer import NGRAM_KINDS, LlamaPeer, gguf_of
+from peer_report import compare, print_table, summarise
 from plain_vs_transformers import (
     DSparkPeer,
     TransformersPeer,
@@ -38,7 +42,6 @@ from plain_vs_transformers import (
     load_prompts,
     numbers,
     peak_rss_mb,
-    spread,
 )
 
 OURS = ("none", "dspark", "ngram", "dflash")
@@ -123,6 +126,21 @@ class Process:
         self.process.wait()
 
 
+def measure(peer: Process, prompts: list[list[int]], tokens: int, concurrency: int) -> dict[str, Any]:
+    """One run: ids, times and rates."""
+    first = peer.decode(prompts, 1, concurrency)["seconds"]
+    answer = peer.decode(prompts, tokens, concurrency)
+    count = sum(map(len, answer["ids"]))
+    assert count == len(prompts) * tokens, f"{peer.name} decoded {count} tokens"
+    decoding = answer["seconds"] - first
+    rates = {
+        "tokens_per_s": count / answer["seconds"],
+        "tokens_per_cpu_s": count / answer["cpu_seconds"],
+        "decode_tokens_per_s": (count - len(prompts)) / decoding if decoding > 0 else None,
+    }
+    return {**answer, "first_token_seconds": first, **rates}
+
+
 def measure_all(
     args: argparse.Namespace, peers: list[Process], prompts: list[list[int]], ends: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -136,12 +154,8 @@ def measure_all(
             first = repeat % len(peers)
             turn = []
             for peer in (*peers[first:], *peers[:first]):
-                answer = peer.decode(prompts, args.max_tokens, concurrency)
-                tokens = sum(map(len, answer["ids"]))
-                assert tokens == len(prompts) * args.max_tokens, f"{peer.name} decoded {tokens} tokens"
-                turn.append({"peer": peer.name, "concurrency": concurrency, "repeat": repeat, **answer})
-                turn[-1]["tokens_per_s"] = tokens / answer["seconds"]
-                turn[-1]["tokens_per_cpu_s"] = tokens / answer["cpu_seconds"]
+                run = {"peer": peer.name, "concurrency": concurrency, "repeat": repeat}
+                turn.append({**run, **measure(peer, prompts, args.max_tokens, concurrency)})
                 rate = f"{peer.name}: {turn[-1]['tokens_per_s']:.1f} tokens/s"
                 print(f"concurrency {concurrency}, repeat {repeat}, {rate}", file=sys.stderr)
             reference = next((run["ids"] for run in turn if run["peer"] == "none"), None)
@@ -149,66 +163,6 @@ def measure_all(
                 run |= compare(reference, run.pop("ids"), ends)
             runs += turn
     return runs
-
-
-def compare(
-    reference: list[list[int]] | None, ids: list[list[int]], ends: Sequence[int]
-) -> dict[str, int | float | None]:
-    """How many outputs equal the reference up to its end of text, and the mean share of it that they share."""
-    if reference is None:
-        return {"identical": None, "common": None}
-    identical, common = 0, 0.0
-    for mine, theirs in zip(ids, reference, strict=True):
-        end = next((i for i, token in enumerate(theirs) if token in ends), len(theirs))
-        same = next((i for i in range(end) if mine[i] != theirs[i]), end)
-        identical += same == end
-        common += same / end if end else 1.0
-    return {"identical": identical, "common": common / len(ids)}
-
-
-def summarise(runs: list[dict[str, Any]], peers: Sequence[str]) -> list[dict[str, Any]]:
-    """Median and range per peer and concurrency; ratios to every other peer are taken within a repeat."""
-    rates = {(run["peer"], run["concurrency"], run["repeat"]): run["tokens_per_s"] for run in runs}
-    summary = []
-    for concurrency in dict.fromkeys(run["concurrency"] for run in runs):
-        for peer in peers:
-            mine = [run for run in runs if (run["peer"], run["concurrency"]) == (peer, concurrency)]
-            ratios = {
-                other: spread(
-                    [run["tokens_per_s"] / rates[other, concurrency, run["repeat"]] for run in mine]
-                )
-                for other in peers
-                if other != peer
-            }
-            cell = {"peer": peer, "concurrency": concurrency, "ratio_to": ratios}
-            for name in ("tokens_per_s", "tokens_per_cpu_s"):
-                cell[name] = spread([run[name] for run in mine])
-            cell["accepted_length"] = mine[0]["accepted_length"]
-            known = [run for run in mine if run["identical"] is not None]
-            cell["identical"] = min((run["identical"] for run in known), default=None)
-            cell["common"] = min((run["common"] for run in known), default=None)
-            cell["peak_rss_mb"] = max(run["peak_rss_mb"] for run in mine)
-            summary.append(cell)
-    return summary
-
-
-def print_table(summary: list[dict[str, Any]], base: str, num_prompts: int) -> None:
-    print(
-        f"{'conc.':>5}  {'peer':<16}{'tokens/s (min..max)':<24}{'x ' + base:<20}{'/CPU s':>7}{'acc. len.':>11}",
-        end="",
-    )
-    print(f"{'same text':>12}{'peak MB':>9}")
-    for cell in summary:
-        rate, ratio = cell["tokens_per_s"], cell["ratio_to"].get(base)
-        rates = f"{rate['median']:.1f} ({rate['min']:.1f}..{rate['max']:.1f})"
-        ratios = "-" if ratio is None else f"{ratio['median']:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"
-        cpu = f"{cell['tokens_per_cpu_s']['median']:.1f}"
-        length = "-" if cell["accepted_length"] is None else f"{cell['accepted_length']:.2f}"
-        same = "-" if cell["identical"] is None else f"{cell['identical']} of {num_prompts}"
-        print(
-            f"{cell['concurrency']:>5}  {cell['peer']:<16}{rates:<24}{ratios:<20}{cpu:>7}{length:>11}", end=""
-        )
-        print(f"{same:>12}{cell['peak_rss_mb']:>9.0f}")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -17,16 +17,17 @@ import torch
 from dspark.core import Request, TokenLogprobs
 from dspark.randomness import Purpose, uniform
 
-__all__ = [
-    "SamplingRows",
-    "log_probabilities",
-    "probabilities",
-    "sample",
-    "top_logprobs",
-]
+__all__ = ["SamplingRows", "argmax", "log_probabilities", "probabilities", "sample", "top_logprobs"]
 
 _NEVER = float("-inf")
 _FIRST_CANDIDATES = 512  # logits a top-p row looks at before it looks at all of them (CPU)
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Largest of each row [n, V], the first of equals: [n] int64. On a CPU by NumPy, whose loop is vectorised."""
+    if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
 @dataclass(frozen=True)

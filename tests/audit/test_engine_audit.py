@@ -17,7 +17,7 @@ from dspark.audit.engine_audit import EngineAudit, EngineAuditSettings, audit_en
 from dspark.audit.engine_exact import exact_cells, exact_kinds, run_cell
 from dspark.audit.engine_report import describe
 from dspark.audit.engine_statistics import critical_value, detectable_tv, holm, power, two_sample
-from dspark.audit.engine_subjects import policy_factories, subject
+from dspark.audit.engine_subjects import make_engine, play, policy_factories, subject
 from dspark.core import DSparkError, Verdict
 from dspark.drafters.base import Drafter
 from dspark.drafters.ngram import NgramDrafter
@@ -178,6 +178,29 @@ def test_a_tiny_gap_is_called_a_tie(distance: float, tie: bool):
     assert found[0].gap == pytest.approx(-math.log1p(2 * distance))
 
 
+def test_the_gap_under_shared_noise_has_the_noise_of_its_position():
+    """What plain decoding drew scores highest, so in its place any other token has a gap below 0."""
+    target = TableTarget(TABLE)
+    kind = exact_kinds(8, 1.3)[1]
+    cell = next(c for c in exact_cells([]) if c[-1] == "batched")
+    work = kind.work(PROMPTS, 5)
+    drawn = [o.token_ids for o in play(make_engine(target, None, None, kind.rule, 0, 1, 20), work)]
+    for k in range(8):
+        altered = [[*t[:k], (t[k] + 1) % 3, *t[k + 1 :]] for t in drawn]
+        found = run_cell(target, cell, kind, PROMPTS, 5, 4, altered).differences
+        assert [d.position for d in found] == [k, k]
+        assert all(d.gap is not None and d.gap < 0 for d in found)
+
+
+@pytest.mark.parametrize(("every", "passes"), [(0, 3), (1, 5), (4, 9)])
+def test_arrivals_are_staggered(every: int, passes: int):
+    target = TableTarget(TABLE)
+    work = exact_kinds(3, 1.0)[0].work([[0], [1], [2]], 0)
+    outputs = play(make_engine(target, None, None, "ratio", 0, 4, 8), work, every)
+    assert [o.prompt_token_ids for o in outputs] == [[0], [1], [2]]
+    assert target.forwards == passes
+
+
 def test_draft_lengths_out_of_range_are_refused():
     target = TableTarget(TABLE)
     with pytest.raises(DSparkError, match="drafts 1 to 2 tokens"):
@@ -195,11 +218,22 @@ def test_chi_square_of_a_known_table():
     assert twice.p_value == pytest.approx(math.exp(-20 / 3))
 
 
-def test_rare_outcomes_share_a_cell():
+def test_rare_outcomes_share_cells():
+    """Ten of the outcomes seen twice fill a cell (10 expected in each sample); ten seen once do not, and join it."""
     rare = np.arange(100, 140)
     result = two_sample([(np.concatenate((np.zeros(60), rare)), np.concatenate((np.zeros(70), rare[:30])))])
-    assert result.freedom == 1
+    assert result.freedom == 3
     assert result.pooled == pytest.approx(70 / 200)
+    # 60 and 70 of the common one, 10 and 10 in two cells, 20 and 10 in the last.
+    assert result.statistic == pytest.approx(50 / 65 + 50 / 15)
+
+
+def test_a_law_without_any_common_outcome_still_tells():
+    """A model's open beginning: no token occurs twice, but one sample prefers the first half of the vocabulary."""
+    rng = np.random.default_rng(2)
+    a, b = rng.permutation(1000)[:200], rng.permutation(500)[:200]
+    assert two_sample([(a, b)]).p_value < 1e-6
+    assert two_sample([(a, rng.permutation(1000)[:200])]).p_value > 1e-3
 
 
 def test_false_alarms_are_as_rare_as_promised():

@@ -34,14 +34,29 @@ def test_ratios_are_taken_within_a_repeat(peers):
             "peak_rss_mb": 10.0 + repeat,
         }
         return {
-            "peer": peer, "concurrency": 4, "repeat": repeat, "tokens_per_s": rate, "tokens_per_cpu_s": 1.0, **shared
+            "peer": peer, "concurrency": 4, "repeat": repeat, "tokens_per_s": rate, "tokens_per_cpu_s": 1.0,
+            "decode_tokens_per_s": rate if repeat else None, **shared
         }  # fmt: skip
 
     runs = [run("none", 0, 10.0), run("b", 0, 20.0), run("none", 1, 30.0), run("b", 1, 30.0)]
     first, second = peers.summarise(runs, ["none", "b"])
     assert first["tokens_per_s"] == {"median": 20.0, "min": 10.0, "max": 30.0}
     assert second["ratio_to"] == {"none": {"median": 1.5, "min": 1.0, "max": 2.0}}
+    assert second["decode_tokens_per_s"] == {"median": 30.0, "min": 30.0, "max": 30.0}
     assert (second["identical"], second["peak_rss_mb"]) == (1, 11.0)
+
+
+def test_decoding_leaves_the_prompts_out(peers):
+    class Scripted:
+        name = "b"
+
+        def decode(self, prompts, tokens, concurrency):
+            seconds = 2.0 if tokens == 1 else 4.0
+            return {"ids": [[1] * tokens for _ in prompts], "seconds": seconds, "cpu_seconds": 8.0}
+
+    run = peers.measure(Scripted(), [[1], [2]], 5, 1)
+    assert (run["tokens_per_s"], run["tokens_per_cpu_s"], run["decode_tokens_per_s"]) == (2.5, 1.25, 4.0)
+    assert run["first_token_seconds"] == 2.0
 
 
 def test_missing_peers_are_skipped_aloud(peers, monkeypatch, tmp_path, capsys):

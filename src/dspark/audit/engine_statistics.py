@@ -21,8 +21,10 @@ Strata = Iterable[tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class ChiSquare:
-    """Pearson's statistic of two samples over all strata. `pooled`: share of the counts in cells of rare outcomes,
-    within which a difference cannot be seen."""
+    """Pearson's statistic of two samples over all strata.
+
+    `pooled`: share of the counts in cells of several rare outcomes, among which a difference cannot be seen.
+    """
 
     statistic: float
     freedom: int
@@ -38,7 +40,7 @@ class ChiSquare:
 def two_sample(strata: Strata) -> ChiSquare:
     """Do two samples of outcomes (whole numbers, any shape) follow one law?
 
-    Which cells are pooled depends on both samples together, so that it does not prefer one. Pearson's form is
+    Which outcomes share a cell depends on both samples together, so that it does not prefer one. Pearson's form is
     taken, not G: with few counts a cell its tail stays on the safe side where samples are equally large.
     """
     statistic, freedom, samples, rare, total = 0.0, 0, 0, 0, 0
@@ -54,22 +56,28 @@ def two_sample(strata: Strata) -> ChiSquare:
 
 
 def _table(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, int]:
-    """Counts [2, cells], rare outcomes in the last cell, and how many counts are in that."""
+    """Counts [2, cells], and how many counts are in cells that several outcomes share.
+
+    In order of falling counts (equal ones by number) outcomes fill cells; too few at the end join the last one.
+    """
     _, index = np.unique(np.concatenate((first, second)), return_inverse=True)
     width = int(index.max()) + 1
     split = index[: len(first)], index[len(first) :]
     counts = np.stack([np.bincount(part, minlength=width) for part in split])  # [2, outcomes]
     together = counts.sum(0)
-    share = min(len(first), len(second)) / len(index)
+    needed = LEAST_EXPECTED * len(index) / min(len(first), len(second))
     order = np.argsort(-together, kind="stable")
-    kept = int((together * share >= LEAST_EXPECTED).sum())
-    if kept < width and together[order[kept:]].sum() * share < LEAST_EXPECTED:
-        kept = max(kept - 1, 0)  # too few for a cell of their own: the rarest cell takes them in
-    cells = [counts[:, order[i]] for i in range(kept)]
-    rest = order[kept:]
-    if len(rest):
-        cells.append(counts[:, rest].sum(1))
-    return np.stack(cells, 1).astype(float), int(together[rest].sum()) if len(rest) > 1 else 0
+    starts, filled = [0], 0
+    for i, count in enumerate(together[order].tolist()):
+        if filled >= needed:
+            starts.append(i)
+            filled = 0
+        filled += count
+    if filled < needed and len(starts) > 1:
+        starts.pop()
+    shared = np.diff([*starts, width]) > 1
+    cells = np.add.reduceat(counts[:, order], starts, axis=1)
+    return cells.astype(float), int(cells[:, shared].sum())
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

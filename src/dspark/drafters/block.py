@@ -18,7 +18,7 @@ from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears,
 from dspark.kernels.program import Rotation
 from dspark.kv import KVPool
 from dspark.randomness import Purpose
-from dspark.sampling import probabilities, sample
+from dspark.sampling import argmax, probabilities, sample
 from dspark.target.decoder import Attend, DecoderLayer, compiled_layers
 
 __all__ = ["BlockDrafter"]
@@ -238,7 +238,7 @@ class _Block:
     def _choose(self, scores: Tensor, u: Tensor | None) -> Tensor:
         """Target ids [A]: argmax, or a sample from the array that the ratio rule will divide by."""
         if u is None:
-            chosen = scores.argmax(-1)
+            chosen = argmax(scores)
         else:
             self.probs.append(probabilities(scores, self.rows))
             chosen = sample(self.probs[-1], u)

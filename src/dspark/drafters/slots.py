@@ -9,7 +9,7 @@ from torch import Tensor
 from dspark.core import Draft
 from dspark.drafters.base import ProposeBatch
 from dspark.randomness import Purpose
-from dspark.sampling import probabilities, sample
+from dspark.sampling import argmax, probabilities, sample
 
 __all__ = ["SlotSampler"]
 
@@ -38,7 +38,7 @@ class SlotSampler:
         """The next slot's tokens [A] (target ids) from its scores [A, Vd]; rows past their length hold no meaning."""
         scores, k = self._shaped(scores), len(self.tokens)
         if self.uniforms is None:
-            chosen = scores.argmax(-1)
+            chosen = argmax(scores)
         else:  # the very array that the ratio rule will divide by
             self.probs.append(probabilities(scores, self.rows))
             chosen = sample(self.probs[-1], self.uniforms[:, k])
