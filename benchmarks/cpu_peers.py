@@ -44,7 +44,7 @@ from plain_vs_transformers import (
     peak_rss_mb,
 )
 
-OURS = ("none", "dspark", "ngram", "dflash")
+OURS = ("none", "ngram", "dspark", "dspark+lookup", "dflash")
 REQUIRES = {"transformers": "transformers", "llama.cpp": "xllamacpp", "llama.cpp-ngram": "xllamacpp"}
 PEERS = (*OURS, *REQUIRES)
 INSTALL = "pip install 'dspark[bench]'"
@@ -67,7 +67,9 @@ def build(name: str, args: argparse.Namespace) -> Any:
     if name == "transformers":
         return TransformersPeer(args.model)
     if name in OURS:
-        return DSparkPeer(args.model, name, args.drafter if name in ("dspark", "dflash") else None, most)
+        return DSparkPeer(
+            args.model, name, args.drafter if name in ("dspark", "dspark+lookup", "dflash") else None, most
+        )
     gguf = gguf_of(args.model)
     assert gguf is not None, "peers that cannot run are skipped before"
     ngram = args.llama_ngram if name == "llama.cpp-ngram" else None
@@ -171,7 +173,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="known name or .gguf file (%(default)s)")
-    default = "none,dspark,transformers,llama.cpp,llama.cpp-ngram"
+    default = "none,dspark,dspark+lookup,transformers,llama.cpp,llama.cpp-ngram"
     add("--peers", default=default, help=f"of {', '.join(PEERS)} (%(default)s)")
     add("--drafter", help="checkpoint for dspark or dflash; default: the shipped one")
     add("--llama-ngram", choices=NGRAM_KINDS, default="simple", help="kind of n-gram drafts (%(default)s)")

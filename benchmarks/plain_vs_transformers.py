@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-PEERS = ("transformers", "none", "dspark", "ngram", "dflash")
+PEERS = ("transformers", "none", "dspark", "dspark+lookup", "ngram", "dflash")
 INSTALL = "pip install 'dspark[bench]'"
 
 
@@ -101,7 +101,7 @@ def serve(name: str, args: argparse.Namespace) -> None:
     if name == "transformers":
         peer = TransformersPeer(args.model)
     else:
-        drafter = args.drafter if name in ("dspark", "dflash") else None
+        drafter = args.drafter if name in ("dspark", "dspark+lookup", "dflash") else None
         peer = DSparkPeer(args.model, name, drafter, max(args.concurrency))
     print(json.dumps({"threads": torch.get_num_threads()}), file=answers, flush=True)
     for line in sys.stdin:

@@ -157,7 +157,7 @@ def test_generate_streams_the_text_and_ends_with_figures(
     assert "13 tokens" in err
     assert "accepted length 3.00" in err
     (llm,) = llms
-    assert llm.config == {"method": "dspark"}
+    assert llm.config == {"method": "dspark", "prompt_lookup_num_tokens": 7}, "the default copies repeats"
     assert llm.engine.prompts == ["<system>Be kind.<user>Hi<assistant>"]
     params = llm.engine.params[0]
     assert (params.temperature, params.max_tokens, params.stop) == (0, 256, ("a", "b"))

@@ -134,7 +134,9 @@ def test_warm_start_copies_what_the_target_computes(tmp_path):
     assert copied.input_norm.weight.eq(1).all()
 
 
-@pytest.mark.parametrize(("old", "new", "kept"), [(2, 4, [1, 3]), (2, 3, [1, 2]), (1, 3, [2]), (2, 2, [0, 1])])
+@pytest.mark.parametrize(
+    ("old", "new", "kept"), [(2, 4, [1, 3]), (2, 3, [1, 2]), (1, 3, [2]), (2, 2, [0, 1])]
+)
 def test_new_layers_change_nothing_at_first(old, new, kept):
     target = tiny_decoder(kind="qwen3", layers=5, dtype=torch.float32)
     config = dataclasses.replace(tiny_drafter(target).model.config, num_layers=old)

@@ -49,9 +49,12 @@ class Detokenizer:
         return self._release() if self._waiting else ""
 
     def _push_windowed(self, token_id: int) -> str:
+        token = self._tokenizer.token(token_id)
+        if token is None:
+            return ""  # `decode` leaves out what the vocabulary lacks: a run of bytes goes on behind it
         self._waiting.append(token_id)
         # NOTE: a run of byte tokens is decoded as one: valid UTF-8, or U+FFFD for every byte of it.
-        if re.fullmatch(r"<0x[0-9A-F]{2}>", self._tokenizer.token(token_id) or ""):
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
             return ""
         return self._release()
 
