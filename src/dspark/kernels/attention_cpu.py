@@ -11,12 +11,9 @@ Workers draw units of work from an atomic counter, so a core that is busy elsewh
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
 
 from dspark.kernels.attention_numba import (
     CALL,
@@ -27,8 +24,9 @@ from dspark.kernels.attention_numba import (
     attend_worker,
     store_worker,
 )
-from dspark.kernels.parallel import WORKER, parallel
+from dspark.kernels.parallel import parallel
 from dspark.kernels.simd import LANES
+from dspark.kernels.worker import load_worker
 
 __all__ = ["Work", "attend", "compile_workers", "store", "supports"]
 
@@ -115,29 +113,10 @@ def _cut(query_start: np.ndarray, context_lens: np.ndarray, causal: bool) -> tup
     return np.array(items, dtype=np.int64).reshape(-1, 8), amount, partials
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """Addresses of the workers' machine code. `keep` owns that code."""
-
-    attend: Any
-    store: Any
-    attend_address: int
-    keep: tuple[Any, ...]
-
-    @staticmethod
-    @cache
-    def load() -> _Compiled:
-        """Compile both workers (seconds), or read them from Numba's cache on disk (tens of milliseconds)."""
-        compiler = cfunc(types.void(types.CPointer(CALL_TYPE)), cache=True)
-        both = compiler(attend_worker), compiler(store_worker)
-        addresses = [int(worker.address or 0) for worker in both]
-        attend, store = (WORKER(address) for address in addresses)
-        return _Compiled(attend, store, addresses[0], both)
-
-
 def compile_workers() -> None:
     """Compile now rather than at the first call."""
-    _Compiled.load()
+    load_worker(attend_worker, CALL_TYPE)
+    load_worker(store_worker, CALL_TYPE)
 
 
 def attend(
@@ -163,11 +142,11 @@ def attend(
     work.counters[0] = 0
     threads = torch.get_num_threads()
     address = work.call.ctypes.data
-    compiled = _Compiled.load()
+    compiled = load_worker(attend_worker, CALL_TYPE)
     if threads == 1 or work.amount * heads < PARALLEL_WORK:
-        compiled.attend(address)
+        compiled.work(address)
     else:
-        parallel()(compiled.attend_address, address, threads)
+        parallel()(compiled.address, address, threads)
     return out
 
 
@@ -182,4 +161,4 @@ def store(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.
         k_pool.data_ptr(),
         v_pool.data_ptr(),
     )
-    _Compiled.load().store(call.ctypes.data)
+    load_worker(store_worker, CALL_TYPE).work(call.ctypes.data)

@@ -14,11 +14,10 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 import torch
-from numba import cfunc, types
 from torch import nn
 
 from dspark.core import DSparkError
@@ -32,7 +31,8 @@ from dspark.kernels.lowbit_numba import (
     lowbit_worker,
     runs_here,
 )
-from dspark.kernels.parallel import WORKER, parallel
+from dspark.kernels.parallel import parallel
+from dspark.kernels.worker import load_worker
 
 __all__ = [
     "BLOCK",
@@ -163,23 +163,6 @@ def pack(weight: QuantizedWeight) -> torch.Tensor:
     return packed
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """The worker's machine code and its address. `keep` owns that code."""
-
-    work: Any
-    address: int
-    keep: Any
-
-    @staticmethod
-    @cache
-    def load() -> _Compiled:
-        """Compile (seconds), or read from Numba's cache on disk (tens of milliseconds)."""
-        worker = cfunc(types.void(types.CPointer(CALL_TYPE)), cache=True)(lowbit_worker)
-        address = int(worker.address or 0)
-        return _Compiled(WORKER(address), address, worker)
-
-
 class _Call(ctypes.Structure):
     """The counter from which workers draw tiles, and the `CALL` that they are given."""
 
@@ -199,7 +182,7 @@ def _fields(packed: torch.Tensor, bits: int) -> dict[str, int]:
 
 def compile_worker() -> None:
     """Compile now rather than at the first call."""
-    _Compiled.load()
+    load_worker(lowbit_worker, CALL_TYPE)
 
 
 class LowBitLinear(nn.Module):
@@ -241,7 +224,7 @@ class LowBitLinear(nn.Module):
         address = ctypes.addressof(call)
         call.next_tile, call.x, call.rows, call.out = address, x, rows, out
         threads = torch.get_num_threads()
-        compiled = _Compiled.load()
+        compiled = load_worker(lowbit_worker, CALL_TYPE)
         argument = address + _Call.next_tile.offset
         if threads == 1 or rows * self.out_features * self.in_features < PARALLEL_WORK:
             compiled.work(argument)

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
 from torch import Tensor
 
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.lowbit_numba import CALL as PRODUCT_CALL
 from dspark.kernels.lowbit_numba import TILE
-from dspark.kernels.parallel import WORKER, parallel
+from dspark.kernels.parallel import parallel
 from dspark.kernels.program_numba import (
     ATTEND,
     NORM,
@@ -34,6 +31,7 @@ from dspark.kernels.program_numba import (
     SWIGLU,
     program_worker,
 )
+from dspark.kernels.worker import load_worker
 
 __all__ = [
     "Program",
@@ -52,26 +50,9 @@ PARALLEL_WORK = 1_000_000  # weights x rows below which waking workers costs mor
 COUNTER_STEP = 8  # int64 from one step's counters to the next: a cache line
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """The worker's machine code and its address. `keep` owns that code."""
-
-    work: Any
-    address: int
-    keep: Any
-
-    @staticmethod
-    @cache
-    def load() -> _Compiled:
-        """Compile (seconds), or read from Numba's cache on disk (tens of milliseconds)."""
-        worker = cfunc(types.void(types.CPointer(PASS_TYPE)), cache=True)(program_worker)
-        address = int(worker.address or 0)
-        return _Compiled(WORKER(address), address, worker)
-
-
 def compile_worker() -> None:
     """Compile now rather than at the first call."""
-    _Compiled.load()
+    load_worker(program_worker, PASS_TYPE)
 
 
 @dataclass(frozen=True)
@@ -213,7 +194,8 @@ class Program:
         self._calls["rows"] = rows
         self._counters[:] = 0
         self._pass["positions"], self._pass["slots"] = positions.data_ptr(), slots.data_ptr()
-        threads, compiled, address = torch.get_num_threads(), _Compiled.load(), self._pass.ctypes.data
+        threads, address = torch.get_num_threads(), self._pass.ctypes.data
+        compiled = load_worker(program_worker, PASS_TYPE)
         if threads == 1 or rows * self.num_weights < PARALLEL_WORK:
             compiled.work(address)
         else:
