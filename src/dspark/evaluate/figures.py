@@ -136,6 +136,8 @@ def _accepted_length(entries: Sequence[Entry], looks: Mapping[str, tuple[str, st
 
 def _conditional_acceptance(entries: Sequence[Entry], looks: Mapping[str, tuple[str, str]]) -> Figure:
     """Position-wise conditional acceptance, one panel a domain, with Wilson's intervals."""
+    from matplotlib.ticker import MaxNLocator
+
     places = _places(entries)
     figure, panels = _new(len(places), 2.9)
     for axes, (place, some) in zip(panels, places.items(), strict=True):
@@ -152,7 +154,7 @@ def _conditional_acceptance(entries: Sequence[Entry], looks: Mapping[str, tuple[
         axes.set_title(place, fontsize=9)
         axes.set_ylim(-0.03, 1.03)
         axes.set_xlabel("position in the block")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in panels[::4]:
         axes.set_ylabel("conditional acceptance")
     figure.legend(*_keys(panels), loc="outside lower center", ncols=4)
