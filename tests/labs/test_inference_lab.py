@@ -82,8 +82,9 @@ def test_spec_text_draws_the_curve():
     assert chosen.count("#") == max(line.count("#") for line in lines)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
-def test_png_without_matplotlib_says_so(tmp_path):
+def test_png_without_matplotlib_says_so(tmp_path, monkeypatch):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")  # found before an installed one
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = lab("spec", "--png", str(tmp_path / "curve.png"))
     assert done.returncode == 2
     assert "pip install matplotlib" in done.stderr
