@@ -43,6 +43,8 @@ class LLM:
             prompt_lookup_max, prompt_lookup_min; and policy, threshold, acceptance, cost_table, calibration, see
             `ScheduleSettings`. None decodes plainly. A policy that needs prices measures them the first time.
         dtype: float32, bfloat16 or float64; weights and KV.
+        activation_dtype: auto, float32 or int8; of the products with quantised weights, see `load_target`.
+        kv_cache_dtype: auto, float32, float16 or bfloat16; see `load_target`.
         report: gets a line before work that takes seconds (the first time: conversion, compiling kernels).
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size, kv_cache_tokens: see `EngineConfig`.
 
@@ -56,6 +58,8 @@ class LLM:
         *,
         speculative_config: Mapping[str, Any] | None = None,
         dtype: str = "float32",
+        activation_dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         device: str = "cpu",
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
@@ -78,7 +82,7 @@ class LLM:
         )
         if device == "cpu" and dtype == "float32":
             compile_kernels(report)
-        loaded = load_target(model, _DTYPES[dtype], device, report)
+        loaded = load_target(model, _DTYPES[dtype], device, report, activation_dtype, kv_cache_dtype)
         self.model, self.tokenizer = str(model), loaded.tokenizer
         drafter, block = build_drafter(drafting, loaded.decoder)
 

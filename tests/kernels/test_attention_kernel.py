@@ -50,10 +50,11 @@ class Case:
         dtype: torch.dtype = torch.float32,
         garbage: float = 1e4,
         seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         blocks = sum(-(-(rows + context) // 16) for rows, context in requests)
-        self.pool = KVPool([LayerKV(kv_heads, head_dim)], blocks + 3, dtype=dtype)
+        self.pool = KVPool([LayerKV(kv_heads, head_dim)], blocks + 3, dtype=kv_dtype or dtype)
         random.Random(seed).shuffle(self.pool._free)
         self.pool.k[0].fill_(garbage)
         self.pool.v[0].fill_(garbage)
@@ -137,8 +138,11 @@ def test_reference_is_softmax_attention(causal: bool, window: int | None) -> Non
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (3, 64), (5, 32)])
 @pytest.mark.parametrize("window", [None, 1, 64, 300])
-def test_compiled_equals_reference(causal: bool, group: int, head_dim: int, window: int | None) -> None:
-    case = Case(RAGGED, group=group, head_dim=head_dim, causal=causal)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+def test_compiled_equals_reference(
+    causal: bool, group: int, head_dim: int, window: int | None, kv_dtype: torch.dtype
+) -> None:
+    case = Case(RAGGED, group=group, head_dim=head_dim, causal=causal, kv_dtype=kv_dtype)
     assert is_fast(case.pool.k[0], head_dim, 16)
     torch.testing.assert_close(case.attend(window), case.reference(window), rtol=1e-5, atol=1e-5)
 
@@ -185,9 +189,10 @@ def test_slots_beyond_the_length_are_never_read(window: int | None) -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+def test_a_row_does_not_depend_on_its_batch(kv_dtype: torch.dtype) -> None:
     """One request of 6 rows: alone, row by row, among many others and on several threads, to the last bit."""
-    together = Case([(6, 1021), *[(1, 30)] * 20])  # enough tiles: one worker per tile
+    together = Case([(6, 1021), *[(1, 30)] * 20], kv_dtype=kv_dtype)  # enough tiles: one worker per tile
     expected = together.attend()[:6]
     alone = AttentionPlan.of(
         replace(
@@ -226,8 +231,10 @@ def test_layers_of_different_shape_share_a_plan() -> None:
         torch.testing.assert_close(case.attend(), case.reference(), rtol=1e-5, atol=1e-5)
 
 
-def test_store_writes_each_row_to_its_slot() -> None:
-    case = Case([(3, 14), (1, 0), (18, 33)])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+def test_store_writes_each_row_to_its_slot(kv_dtype: torch.dtype) -> None:
+    case = Case([(3, 14), (1, 0), (18, 33)], kv_dtype=kv_dtype)
+    assert is_fast(case.pool.k[0], 16, 16)
     mine, theirs = (case.pool.k[0], case.pool.v[0]), (case.pool.k[0].clone(), case.pool.v[0].clone())
     k, v = torch.rand_like(case.k), torch.rand_like(case.v)
     wide = torch.cat([k, v], dim=1)  # rows of a fused projection: not contiguous
@@ -236,7 +243,7 @@ def test_store_writes_each_row_to_its_slot() -> None:
     assert torch.equal(mine[0], theirs[0])
     assert torch.equal(mine[1], theirs[1])
     stored, _ = case.pool.read(0, case.tables[2], 51)
-    assert torch.equal(stored[33:], k[4:])
+    assert torch.equal(stored[33:], k[4:].to(kv_dtype))
 
 
 def test_extreme_scores() -> None:

@@ -79,9 +79,10 @@ def test_figures_follow_from_the_times(weights):
 
 
 def test_ways_of_missing_kernels_are_named(weights, monkeypatch):
-    monkeypatch.setattr("dspark.measure.products.supports", lambda: False)
+    for name in ("supports", "supports_integers"):
+        monkeypatch.setattr(f"dspark.measure.products.{name}", lambda: False)
     report = measure_kernels(weights, KernelSettings(rows=(2,), repeats=1, matrix=8), clock=Ticks())
-    assert report["unsupported"] == ["low-bit", "one call"]
+    assert report["unsupported"] == ["low-bit", "one call", "integers"]
     assert [r["way"] for r in report["results"]] == ["linear", "packed"]
 
 

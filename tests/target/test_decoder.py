@@ -25,13 +25,15 @@ def tiny_configs():
     }  # fmt: skip
     return {
         "llama": transformers.LlamaConfig(**common, tie_word_embeddings=True),
+        "mistral": transformers.MistralConfig(**common, head_dim=16, sliding_window=None),
+        "windowed mistral": transformers.MistralConfig(**common, sliding_window=7, tie_word_embeddings=True),
         "qwen2": transformers.Qwen2Config(**common, tie_word_embeddings=False),
         "qwen3": transformers.Qwen3Config(**common, head_dim=16, tie_word_embeddings=True),
     }
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "windowed mistral", "qwen2", "qwen3"])
 def test_logits_and_hidden_states_equal_transformers(kind, tmp_path):
     import transformers
 
@@ -49,6 +51,8 @@ def test_logits_and_hidden_states_equal_transformers(kind, tmp_path):
     torch.testing.assert_close(ours.lm_head(last), expected.logits, atol=1e-3, rtol=1e-3)
     states = torch.cat(expected.hidden_states[:3], -1)  # hidden_states[0] is the embedding output, our -1
     torch.testing.assert_close(taps, states, atol=1e-3, rtol=1e-3)
+    served, _ = paged(ours.prepare(), ids.tolist(), [[30, 1, 9], [12, 28]], block_size=4)
+    torch.testing.assert_close(torch.stack(served), expected.logits, atol=1e-3, rtol=1e-3)
 
 
 @REAL
@@ -57,7 +61,7 @@ def test_logits_and_hidden_states_equal_transformers(kind, tmp_path):
 def test_logits_of_the_real_model_equal_transformers():
     import transformers
 
-    loaded = load_target("smollm2-135m")
+    loaded = load_target("smollm2-135m", activation_dtype="float32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=torch.float32).eval()
     ids = loaded.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Why is the sky blue, and 7 + 5?"}]

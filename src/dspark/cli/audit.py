@@ -28,9 +28,9 @@ __all__ = ["add_parser"]
 # Defaults by destination: the parser's are None, so that an option of the other audit is refused, not ignored.
 _EXACT = {"rounds": 3, "requests": 2, "gamma": 2}
 _ENGINE: dict[str, Any] = {
-    "model": DEFAULT_MODEL, "device": "cpu", "dtype": "float32", "threads": None, "drafters": "ngram,dspark",
-    "draft_lengths": None, "prompts": 4, "tokens": 32, "samples": 500, "temperature": 1.0, "concurrency": 16,
-    "seed": 0, "false_alarm": 1e-3,
+    "model": DEFAULT_MODEL, "device": "cpu", "dtype": "float32", "activation_dtype": "auto", "threads": None,
+    "drafters": "ngram,dspark", "draft_lengths": None, "prompts": 4, "tokens": 32, "samples": 500,
+    "temperature": 1.0, "concurrency": 16, "seed": 0, "false_alarm": 1e-3,
 }  # fmt: skip
 
 
@@ -78,6 +78,7 @@ def _add_engine_options(group: Any) -> None:
     option("false-alarm", float, "P", "chance of any false alarm in all tests together")
     option("device", str, "DEVICE", "cpu, cuda")
     option("dtype", str, "DTYPE", "of the weights and the KV cache")
+    option("activation-dtype", str, "DTYPE", "inputs of products with quantised weights: auto, float32, int8")
     option("threads", int, "N", "CPU threads")
 
 

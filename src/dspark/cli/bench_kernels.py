@@ -19,7 +19,7 @@ from dspark.cli.options import DEFAULT_MODEL, set_threads
 
 __all__ = ["add_parser"]
 
-WAYS = ("linear", "packed", "low-bit", "one call")
+WAYS = ("linear", "packed", "low-bit", "one call", "integers")
 
 
 def add_parser(benches: Any) -> None:
@@ -29,7 +29,7 @@ def add_parser(benches: Any) -> None:
         help="matrix products against the machine's limits",
         description=__doc__,
         epilog="linear: torch on float32; packed: float32 laid out for oneDNN; low-bit: 4-bit and 8-bit blocks, one "
-        "call a matrix; one call: the same blocks in one compiled call.",
+        "call a matrix; one call: the same blocks in one compiled call; integers: that with activations in 8 bits.",
     )
     parser.add_argument(
         "--model",

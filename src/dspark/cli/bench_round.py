@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
         set_threads(args.threads)
     compile_kernels(_say)
-    loaded = load_target(args.model, report=_say)
+    loaded = load_target(args.model, report=_say, activation_dtype=args.activation_dtype)
     drafter, block = build_drafter(config, loaded.decoder)
     drafts = args.num_speculative_tokens or (drafter.max_draft if drafter is not None else block.length)
     settings = RoundSettings(**chosen, drafts=drafts)

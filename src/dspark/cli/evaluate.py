@@ -117,6 +117,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="cpu", help="cpu, cuda (%(default)s)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument("--dtype", default="float32", help="of the weights and the KV cache (%(default)s)")
+    group.add_argument(
+        "--activation-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="inputs of products with quantised weights: float32, int8, or auto: int8 where it is fast (%(default)s)",
+    )
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,7 @@ def _fixed(
     args: argparse.Namespace, settings: EvaluationSettings, entrants: Sequence[_Entrant]
 ) -> dict[str, Any]:
     """What all cells of a directory have in common."""
-    names = ("model", "dtype", "device", "threads", "num_speculative_tokens")
+    names = ("model", "dtype", "activation_dtype", "device", "threads", "num_speculative_tokens")
     shared = ("max_tokens", "concurrency", "seed", "collisions")
     return {
         **{name: getattr(args, name) for name in names},

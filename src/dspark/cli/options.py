@@ -31,7 +31,7 @@ LOOKUP_TOKENS = 7  # most that "+lookup" copies a round
 def add_model_options(
     parser: argparse.ArgumentParser, with_method: bool = True, method: str = "dspark"
 ) -> None:
-    """--model, --drafter, --num-speculative-tokens, --device, --dtype, and --method (`method`) if there is one."""
+    """--model, --drafter, --num-speculative-tokens, --device, --threads, the dtypes, and --method if there is one."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -60,6 +60,12 @@ def add_model_options(
         "--threads", type=int, metavar="N", help="CPU threads; on a busy machine no more than cores are free"
     )
     group.add_argument("--dtype", default="float32", help="of the weights and the KV cache (%(default)s)")
+    group.add_argument(
+        "--activation-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="inputs of products with quantised weights: float32, int8, or auto: int8 where it is fast (%(default)s)",
+    )
 
 
 def add_schedule_options(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +212,7 @@ def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -
         speculative_config=config,
         device=args.device,
         dtype=args.dtype,
+        activation_dtype=args.activation_dtype,
         report=lambda message: print(message, file=sys.stderr, flush=True),
         **options,
     )

@@ -96,7 +96,7 @@ def _measure(args: argparse.Namespace) -> Profile:
         set_threads(args.threads)
     if args.device == "cpu" and args.dtype == "float32":
         compile_kernels(_say)
-    loaded = load_target(args.model, dtypes[args.dtype], args.device, _say)
+    loaded = load_target(args.model, dtypes[args.dtype], args.device, _say, args.activation_dtype)
     drafter, block = build_drafter(config, loaded.decoder)
     return ensure_profile(
         loaded.decoder, drafter, block.length, args.max_num_seqs, _say, settings, again=True

@@ -14,7 +14,7 @@ from dspark.drafters.base import ObserveBatch, ProposeBatch
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
 from dspark.kernels.layers import CompiledContext
 from dspark.kernels.linear import pack_linear, pack_linears
-from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears, supports
+from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears, supports, supports_integers
 from dspark.kernels.program import Rotation
 from dspark.kv import KVPool
 from dspark.randomness import Purpose
@@ -50,8 +50,8 @@ class BlockDrafter:
         projection = torch.cat(weights)  # all draft layers in one product
         self._context_kv: Callable[[Tensor], Tensor]
         if int8 and can_quantise(projection):
-            self._context_kv = LowBitLinear(QuantizedWeight.from_float(projection))
-            lowbit_linears(model)
+            self._context_kv = LowBitLinear(QuantizedWeight.from_float(projection), integer=supports_integers())
+            lowbit_linears(model, integer=supports_integers())
         else:
             self._context_kv = pack_linear(projection)
         pack_linears(model)

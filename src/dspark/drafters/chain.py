@@ -14,7 +14,7 @@ from dspark.drafters.base import ObserveBatch, ProposeBatch
 from dspark.drafters.slots import SlotSampler
 from dspark.kernels.attention import AttentionPlan, paged_attention, store_kv
 from dspark.kernels.linear import pack_linear, pack_linears
-from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears, supports
+from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears, supports, supports_integers
 from dspark.kv import KVPool
 
 __all__ = ["ChainDrafter"]
@@ -42,8 +42,8 @@ class ChainDrafter:
         self._project: Callable[[Tensor], Tensor]
         fits = weight.dtype == torch.float32 and weight.device.type == "cpu"
         if int8 and fits and weight.shape[1] % 32 == 0 and supports():
-            self._project = LowBitLinear(QuantizedWeight.from_float(weight))
-            lowbit_linears(model)
+            self._project = LowBitLinear(QuantizedWeight.from_float(weight), integer=supports_integers())
+            lowbit_linears(model, integer=supports_integers())
         else:
             self._project = pack_linear(weight)
         pack_linears(model)

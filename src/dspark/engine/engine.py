@@ -84,7 +84,7 @@ class Engine:
         specs = target.kv_specs + (drafter.kv_specs if drafter else ())
         size = self.config.block_size
         blocks = -(-self.config.kv_tokens(target.max_context) // size)
-        self.pool = KVPool(specs, blocks, size, target.dtype, target.device)
+        self.pool = KVPool(specs, blocks, size, target.kv_dtype, target.device)
         if drafter is not None:
             drafter.attach(self.pool, len(target.kv_specs))
         self.runner = Runner(target, self.pool, drafter.taps if drafter else ())

@@ -81,7 +81,7 @@ class _History:
     def __init__(self, target: Target, token_ids: Sequence[int]) -> None:
         self.target, self.table = target, BlockTable()
         blocks = -(-len(token_ids) // BLOCK_SIZE)
-        self.pool = KVPool(target.kv_specs, blocks + MAX_ROWS, BLOCK_SIZE, target.dtype, target.device)
+        self.pool = KVPool(target.kv_specs, blocks + MAX_ROWS, BLOCK_SIZE, target.kv_dtype, target.device)
         self.pool.reserve(self.table, len(token_ids))
         for start in range(0, len(token_ids), MAX_ROWS):
             part = list(token_ids[start : start + MAX_ROWS])

@@ -204,8 +204,8 @@ class _RecordingTarget:
         self.eos_token_ids, self.kv_specs, self.identity = inner.eos_token_ids, inner.kv_specs, inner.identity
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._inner.dtype
+    def kv_dtype(self) -> torch.dtype:
+        return self._inner.kv_dtype
 
     @property
     def device(self) -> torch.device:

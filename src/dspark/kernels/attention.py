@@ -17,6 +17,7 @@ import torch
 
 from dspark.core import DSparkError
 from dspark.kernels import attention_cpu as fast
+from dspark.kernels.lowbit_numba import runs_here as converts_halves
 from dspark.target.base import ForwardBatch
 
 __all__ = [
@@ -97,8 +98,10 @@ class AttentionPlan:
 
 
 def is_fast(pool: torch.Tensor, head_dim: int, block_size: int) -> bool:
-    """Whether the compiled path handles this pool: float32 on a CPU, sizes that fill vector registers."""
-    on_cpu = pool.device.type == "cpu" and pool.dtype == torch.float32
+    """Whether the compiled path handles this pool: on a CPU, float32, or float16 where the processor converts it,
+    sizes that fill vector registers."""
+    kinds = (torch.float32, torch.float16) if converts_halves() else (torch.float32,)
+    on_cpu = pool.device.type == "cpu" and pool.dtype in kinds
     return on_cpu and fast.supports(head_dim, block_size)
 
 

@@ -122,7 +122,7 @@ def compile_workers() -> None:
 def attend(
     q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, work: Work, scale: float, window: int | None
 ) -> torch.Tensor:
-    """`paged_attention` for float32 CPU tensors; pools contiguous, indices within them."""
+    """`paged_attention` for float32 rows on a CPU; pools float32 or float16, contiguous, indices within them."""
     q = q.contiguous()
     out = torch.empty_like(q)
     if not len(work.items):
@@ -138,6 +138,7 @@ def attend(
         v_pool.data_ptr(),
         out.data_ptr(),
     )
+    call["kv_bytes"] = k_pool.itemsize
     call["scale"], call["window"] = scale, 2**62 if window is None else window
     work.counters[0] = 0
     threads = torch.get_num_threads()
@@ -151,14 +152,10 @@ def attend(
 
 
 def store(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, work: Work) -> None:
-    """`store_kv` for float32 CPU tensors; pools contiguous, slots within them."""
+    """`store_kv` for float32 rows on a CPU; pools float32 or float16, contiguous, slots within them."""
     k, v = k.contiguous(), v.contiguous()
     call = work.call.copy()  # the shape belongs to the layer's attention
     call["kv_heads"], call["head_dim"] = k.shape[1:]
-    call["k"], call["v"], call["out"], call["q"] = (
-        k.data_ptr(),
-        v.data_ptr(),
-        k_pool.data_ptr(),
-        v_pool.data_ptr(),
-    )
+    call["k"], call["v"], call["kv_bytes"] = k.data_ptr(), v.data_ptr(), k_pool.itemsize
+    call["k_pool"], call["v_pool"] = k_pool.data_ptr(), v_pool.data_ptr()
     load_worker(store_worker, CALL_TYPE).work(call.ctypes.data)

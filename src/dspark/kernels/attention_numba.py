@@ -14,8 +14,10 @@ from dspark.kernels.simd import (
     mix_values,
     pointer,
     prefetch,
+    scatter_halves,
     score_keys,
     softmax_strip,
+    store_halves,
 )
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "attend_unit",
     "attend_worker",
     "attention_scratch",
+    "store_key",
+    "store_value",
     "store_worker",
 ]
 
@@ -36,12 +40,13 @@ STRIP = VECTORS * LANES
 CHUNK = 256
 
 _INTEGERS = (
-    "q k v out query_start context_lens tables items partial partial_stats slots "  # addresses
+    "q k v out k_pool v_pool query_start context_lens tables items partial partial_stats slots "  # addresses
     "next_unit finished "  # addresses of counters
-    "num_units num_rows num_requests heads kv_heads head_dim block_size max_blocks causal window"
+    "num_units num_rows num_requests heads kv_heads head_dim block_size max_blocks kv_bytes causal window"
 )
 CALL = np.dtype([*((name, np.int64) for name in _INTEGERS.split()), ("scale", np.float64)])
 CALL_TYPE = from_dtype(CALL)
+# `kv_bytes`: of a number in the pool: 4 for float32, 2 for float16. Sums are float32 either way.
 
 
 @njit(inline="always")
@@ -68,7 +73,7 @@ def _load_queries(call, item, kv_head, queries):
 
 
 @njit(inline="always")
-def _micro(count, call, blocks, strip_blocks, low, high, q, s, stats, acc):
+def _micro(count, half, call, blocks, strip_blocks, low, high, q, s, stats, acc):
     """One strip for `count` queries: scores, softmax, values. `low`, `high` [count] count from its start."""
     dim, size = call.head_dim, call.block_size
     highest = 0
@@ -77,8 +82,8 @@ def _micro(count, call, blocks, strip_blocks, low, high, q, s, stats, acc):
     for b in range(strip_blocks):
         if b * size < highest:
             for j in range(0, size, LANES):
-                at = call.k + 4 * (blocks[b] * dim * size + j)
-                score_keys(count, q, dim, at, size, s + 4 * (b * size + j), STRIP)
+                at = call.k + call.kv_bytes * (blocks[b] * dim * size + j)
+                score_keys(count, half, q, dim, at, size, s + 4 * (b * size + j), STRIP)
     for m in range(count):
         shrink = softmax_strip(
             VECTORS, s + 4 * m * STRIP, low[m], high[m], stats + 128 * m, stats + 128 * m + 64
@@ -90,7 +95,37 @@ def _micro(count, call, blocks, strip_blocks, low, high, q, s, stats, acc):
     for b in range(strip_blocks):
         seen = min(size, highest - b * size)
         if seen > 0:
-            mix_values(count, s + 4 * b * size, STRIP, call.v + 4 * blocks[b] * dim * size, dim, seen, acc)
+            at = call.v + call.kv_bytes * blocks[b] * dim * size
+            mix_values(count, half, s + 4 * b * size, STRIP, at, dim, seen, acc)
+
+
+@njit(inline="always")
+def _queries(half, call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc):
+    """One strip for all queries, six, three or one at a time."""
+    row_bytes = 4 * call.head_dim
+    m = 0
+    while m < num_queries:
+        left = num_queries - m
+        count = 6 if left >= 6 else (3 if left >= 3 else 1)
+        if high[m + count - 1] > 0 and low[m] < STRIP:
+            at = (q + m * row_bytes, stats + m * 128, acc + m * row_bytes)
+            if count == 6:
+                _micro(6, half, call, blocks, strip_blocks, low[m:], high[m:], at[0], s, at[1], at[2])
+            elif count == 3:
+                _micro(3, half, call, blocks, strip_blocks, low[m:], high[m:], at[0], s, at[1], at[2])
+            else:
+                _micro(1, half, call, blocks, strip_blocks, low[m:], high[m:], at[0], s, at[1], at[2])
+        m += count
+
+
+@njit
+def _float_queries(call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc):
+    _queries(0, call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc)
+
+
+@njit
+def _half_queries(call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc):
+    _queries(1, call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc)
 
 
 @njit
@@ -112,24 +147,41 @@ def _strip(call, item, kv_head, start, scratch):
         blocks[b] = tables[item[0] * call.max_blocks + start // size + b] * call.kv_heads + kv_head
     behind = start // size + STRIP // size
     for b in range(behind, min(behind + STRIP // size, call.max_blocks)):
-        at = 4 * (tables[item[0] * call.max_blocks + b] * call.kv_heads + kv_head) * call.head_dim * size
-        prefetch(call.k + at, call.head_dim * size)
-        prefetch(call.v + at, call.head_dim * size)
+        block = tables[item[0] * call.max_blocks + b] * call.kv_heads + kv_head
+        block_bytes = call.kv_bytes * call.head_dim * size
+        prefetch(call.k + block * block_bytes, block_bytes // 4)
+        prefetch(call.v + block * block_bytes, block_bytes // 4)
     q, s, st, a = queries.ctypes.data, scores.ctypes.data, stats.ctypes.data, acc.ctypes.data
-    row_bytes = 4 * call.head_dim
-    m = 0
-    while m < num_queries:
-        left = num_queries - m
-        count = 6 if left >= 6 else (3 if left >= 3 else 1)
-        if high[m + count - 1] > 0 and low[m] < STRIP:
-            at = (q + m * row_bytes, st + m * 128, a + m * row_bytes)
-            if count == 6:
-                _micro(6, call, blocks, strip_blocks, low[m:], high[m:], at[0], s, at[1], at[2])
-            elif count == 3:
-                _micro(3, call, blocks, strip_blocks, low[m:], high[m:], at[0], s, at[1], at[2])
-            else:
-                _micro(1, call, blocks, strip_blocks, low[m:], high[m:], at[0], s, at[1], at[2])
-        m += count
+    if call.kv_bytes == 2:
+        _half_queries(call, blocks, strip_blocks, low, high, num_queries, q, s, st, a)
+    else:
+        _float_queries(call, blocks, strip_blocks, low, high, num_queries, q, s, st, a)
+
+
+@njit
+def store_key(call, x, head, offset):
+    """x [head_dim] to position `offset` of a block of keys [head_dim, block_size]; `head` numbers such blocks."""
+    dim, size = call.head_dim, call.block_size
+    at = head * dim * size + offset
+    if call.kv_bytes == 2:
+        scatter_halves(x, call.k_pool + 2 * at, dim, size)
+        return
+    key, keys = _floats(x, dim), _floats(call.k_pool + 4 * at, dim * size)
+    for i in range(dim):
+        keys[i * size] = key[i]
+
+
+@njit
+def store_value(call, x, head, offset):
+    """x [head_dim] to position `offset` of a block of values [block_size, head_dim]."""
+    dim = call.head_dim
+    at = (head * call.block_size + offset) * dim
+    if call.kv_bytes == 2:
+        store_halves(x, call.v_pool + 2 * at, dim)
+        return
+    value, values = _floats(x, dim), _floats(call.v_pool + 4 * at, dim)
+    for i in range(dim):
+        values[i] = value[i]
 
 
 @njit
@@ -249,7 +301,7 @@ def attend_worker(pointer_to_call):
 
 
 def store_worker(pointer_to_call):
-    """k, v [N, kv_heads, head_dim] of the call to their slots in its pool (`out`: keys, `q`: values)."""
+    """k, v [N, kv_heads, head_dim] of the call to their slots in `k_pool` and `v_pool`."""
     call = carray(pointer_to_call, 1)[0]
     dim, size, kv_heads = call.head_dim, call.block_size, call.kv_heads
     slots = _integers(call.slots, call.num_rows)
@@ -257,10 +309,5 @@ def store_worker(pointer_to_call):
         block, offset = slots[row] // size, slots[row] % size
         for head in range(kv_heads):
             source = 4 * (row * kv_heads + head) * dim
-            key, value = _floats(call.k + source, dim), _floats(call.v + source, dim)
-            target = 4 * (block * kv_heads + head) * dim * size
-            keys = _floats(call.out + target, dim * size)
-            values = _floats(call.q + target + 4 * offset * dim, dim)
-            for i in range(dim):
-                keys[i * size + offset] = key[i]
-                values[i] = value[i]
+            store_key(call, call.k + source, block * kv_heads + head, offset)
+            store_value(call, call.v + source, block * kv_heads + head, offset)

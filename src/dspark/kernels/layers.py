@@ -16,7 +16,18 @@ from torch import Tensor
 from dspark.kernels.attention import AttentionPlan, check_pool
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
 from dspark.kernels.lowbit import LowBitLinear
-from dspark.kernels.program import Program, Rotation, Step, attend, norm, product, rotate, swiglu, width
+from dspark.kernels.program import (
+    Program,
+    Rotation,
+    Step,
+    attend,
+    norm,
+    product,
+    quantize,
+    rotate,
+    swiglu,
+    width,
+)
 from dspark.kernels.program_numba import NORM
 from dspark.kernels.simd import LANES
 
@@ -64,7 +75,8 @@ class CompiledLayers:
     def supports(layers: Sequence[LayerWeights], norm: Tensor, head_dim: int) -> bool:
         """Whether all products are packed and all rows fill whole vectors."""
         sizes = [len(norm), head_dim // 2, *(layer.down.in_features for layer in layers)]
-        packed = all(p.packed is not None for layer in layers for p in layer.products)
+        products = [p for layer in layers for p in layer.products]
+        packed = all(p.packed is not None for p in products) and len({p.integer for p in products}) == 1
         unbiased = all(p.bias is None for layer in layers for p in layer.products[1:])
         kind = norm.dtype == torch.float32 and norm.device.type == "cpu"
         return packed and unbiased and kind and all(size % LANES == 0 for size in sizes)
@@ -113,6 +125,11 @@ class _Bound:
         self.qkv, self.gates = (torch.empty(capacity, width(p)) for p in (first.qkv, first.gate_up))
         self.q, self.mixed = torch.empty(2, capacity, heads)
         self.gated = torch.empty(capacity, first.down.in_features)
+        # What products read: with integer layers, the codes of what the steps before them wrote.
+        self.normed_codes, self.mixed_codes, self.gated_codes = (
+            torch.empty(capacity, p.code_bytes, dtype=torch.uint8) if p.integer else None
+            for p in (first.qkv, first.o, first.down)
+        )
         self.attention = np.zeros(len(layers.layers), dtype=ATTENTION_CALL)
         steps = [step for i, layer in enumerate(layers.layers) for step in self._steps(i, layer)]
         self.program = Program([*steps, norm(layers.norm, layers.eps, None, add=self.out)], shape)
@@ -122,16 +139,26 @@ class _Bound:
     def _steps(self, i: int, layer: LayerWeights) -> list[Step]:
         eps, heads = self.layers.eps, self.layers.rotation
         q_and_k = (layer.q_norm, layer.k_norm)
+        codes = self.normed_codes
+        normed, mixed, gated = (
+            floats if rounded is None else rounded
+            for floats, rounded in (
+                (self.normed, codes),
+                (self.mixed, self.mixed_codes),
+                (self.gated, self.gated_codes),
+            )
+        )
         return [
-            norm(layer.input_norm, eps, self.normed, add=self.out if i else None),
-            product(layer.qkv, self.normed, self.qkv),
+            norm(layer.input_norm, eps, self.normed, add=self.out if i else None, codes=codes),
+            product(layer.qkv, normed, self.qkv),
             rotate(self.qkv, 0, heads, self.keys[i], self.values[i], self.q, layer.qkv.bias, q_and_k, eps),
             attend(self.attention[i : i + 1]),
-            product(layer.o, self.mixed, self.out),
-            norm(layer.post_norm, eps, self.normed, add=self.out),
-            product(layer.gate_up, self.normed, self.gates),
-            swiglu(self.gates, self.gated),
-            product(layer.down, self.gated, self.out),
+            *([] if self.mixed_codes is None else [quantize(self.mixed, self.mixed_codes)]),
+            product(layer.o, mixed, self.out),
+            norm(layer.post_norm, eps, self.normed, add=self.out, codes=codes),
+            product(layer.gate_up, normed, self.gates),
+            swiglu(self.gates, self.gated, self.gated_codes),
+            product(layer.down, gated, self.out),
         ]
 
     def fits(self, rows: int, keys: Sequence[Tensor], taps: tuple[int, ...]) -> bool:
@@ -144,6 +171,7 @@ class _Bound:
         calls[:] = work.call[0]
         calls["q"], calls["out"] = self.q.data_ptr(), self.mixed.data_ptr()
         calls["k"], calls["v"] = ([t.data_ptr() for t in side] for side in (self.keys, self.values))
+        calls["kv_bytes"] = self.keys[0].itemsize
         calls["window"], calls["scale"] = layers.windows, shape.head_dim**-0.5
         normed, tapped = torch.empty_like(x), torch.empty(len(x), len(self.taps) * size)
         steps = self.program.steps
@@ -190,6 +218,7 @@ class CompiledContext:
     @staticmethod
     def supports(fc: LowBitLinear, norm: Tensor, kv: LowBitLinear, head_dim: int) -> bool:
         packed = fc.packed is not None and kv.packed is not None and fc.bias is None and kv.bias is None
+        packed = packed and fc.integer == kv.integer
         return (
             packed and norm.dtype == torch.float32 and len(norm) % LANES == 0 and head_dim // 2 % LANES == 0
         )
@@ -216,11 +245,17 @@ class CompiledContext:
         sizes = (self.fc.in_features, width(self.fc), len(self.norm), width(self.kv))
         taps, fused, context, kv = self._memory = tuple(torch.empty(capacity, size) for size in sizes)
         shape = self.rotation
-        steps = [
-            product(self.fc, taps, fused),
-            norm(self.norm, self.eps, context, fused),
-            product(self.kv, context, kv),
-        ]
+        if self.fc.integer:
+            codes = [torch.empty(capacity, p.code_bytes, dtype=torch.uint8) for p in (self.fc, self.kv)]
+            self._memory += (*codes,)
+            steps = [quantize(taps, codes[0]), product(self.fc, codes[0], fused)]
+            steps += [
+                norm(self.norm, self.eps, context, fused, codes=codes[1]),
+                product(self.kv, codes[1], kv),
+            ]
+        else:
+            steps = [product(self.fc, taps, fused), norm(self.norm, self.eps, context, fused)]
+            steps.append(product(self.kv, context, kv))
         for i, k_norm in enumerate(self.k_norms):
             column = i * 2 * shape.kv_heads * shape.head_dim
             steps.append(rotate(kv, column, shape, keys[i], values[i], norms=(None, k_norm), eps=self.eps))

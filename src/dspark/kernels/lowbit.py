@@ -1,18 +1,17 @@
-"""Linear layers with 4-bit or 8-bit weights, dequantised in registers: float32 in, float32 out.
+"""Linear layers with 4-bit or 8-bit weights: float32 in, float32 out.
 
     layer = LowBitLinear(weight)                   # weight: QuantizedWeight; layer(x [n, in]) -> [n, out]
     model = lowbit_linears(model, bits=8)          # every nn.Linear inside, quantised here, in place
 
-The weights are what `QuantizedWeight.dequantize` gives, to the last bit; sums are float32. Decoding is bound by
-reading weights, of which this reads a fifth to a quarter as many bytes as float32. A row's result is bitwise
-the same alone, in any batch and with any number of threads (compiled path).
+The weights are what `QuantizedWeight.dequantize` gives. Activations are float32, and products as exact as float32
+sums; or, with `integer`, they are rounded to 8 bits in blocks of 32 and multiplied in integers, which takes a quarter
+of the instructions. Decoding reads a fifth to a quarter as many bytes as with float32 weights. A row's result is
+bitwise the same alone, in any batch and with any number of threads (compiled path), either way.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TypeGuard
 
@@ -20,18 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from dspark.core import DSparkError
-from dspark.kernels.lowbit_numba import (
-    BLOCK,
-    CALL,
-    CALL_TYPE,
-    HEAD_BYTES,
-    RECORD_BYTES,
-    TILE,
-    lowbit_worker,
-    runs_here,
-)
+from dspark.kernels.integers_numba import CODES_BYTES, integers_run_here
+from dspark.kernels.lowbit_numba import CALL, CALL_TYPE, lowbit_worker, quantize_worker, runs_here
 from dspark.kernels.parallel import parallel
+from dspark.kernels.quantized import QuantizedWeight, pack, round_activations
+from dspark.kernels.records import BLOCK, TILE
 from dspark.kernels.worker import load_worker
 
 __all__ = [
@@ -42,91 +34,11 @@ __all__ = [
     "lowbit_linear_reference",
     "lowbit_linears",
     "supports",
+    "supports_integers",
 ]
 
 LINE = 64  # bytes of a cache line
 PARALLEL_WORK = 300_000  # weights x rows below which waking workers costs more than it saves
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight:
-    """A matrix [out, in] in blocks of 32 inputs: w = scale x code + minimum (8 bits: no minimum).
-
-    4-bit codes are as in GGUF: byte j of a block holds input j in its low half and input j + 16 in its high
-    half.
-    """
-
-    codes: torch.Tensor  # 4 bits: [out, in / 2] uint8; 8 bits: [out, in] int8
-    scale: torch.Tensor  # [out, in / 32] float16
-    minimum: torch.Tensor | None  # [out, in / 32] float16 where bits == 4
-    bits: int
-
-    def __post_init__(self) -> None:
-        kind = {4: torch.uint8, 8: torch.int8}.get(self.bits)
-        if kind is None:
-            raise DSparkError(f"quantised weights have 4 or 8 bits, not {self.bits}")
-        out, blocks = self.scale.shape
-        assert self.codes.dtype == kind
-        assert self.codes.shape == (out, blocks * BLOCK * self.bits // 8)
-        assert self.scale.dtype == torch.float16
-        assert (self.minimum is not None) == (self.bits == 4)
-        if self.minimum is not None:
-            assert self.minimum.dtype == torch.float16
-            assert self.minimum.shape == self.scale.shape
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        return self.scale.shape[0], self.scale.shape[1] * BLOCK
-
-    def dequantize(self) -> torch.Tensor:
-        """[out, in] float32."""
-        out, size = self.shape
-        if self.minimum is None:
-            codes = self.codes.view(out, -1, BLOCK)
-            return (self.scale.float()[..., None] * codes).view(out, size)
-        nibbles = self.codes.view(out, -1, BLOCK // 2)
-        codes = torch.cat((nibbles & 15, nibbles >> 4), dim=-1)
-        # scale x code is exact in float32, so only the addition rounds, as in a fused multiply-add
-        return (self.scale.float()[..., None] * codes + self.minimum.float()[..., None]).view(out, size)
-
-    @staticmethod
-    def cat(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """The rows of all `weights`, which have the same inputs and bits."""
-        minima = [weight.minimum for weight in weights if weight.minimum is not None]
-        return QuantizedWeight(
-            torch.cat([weight.codes for weight in weights]),
-            torch.cat([weight.scale for weight in weights]),
-            torch.cat(minima) if minima else None,
-            weights[0].bits,
-        )
-
-    @staticmethod
-    def from_float(weight: torch.Tensor, bits: int = 8) -> QuantizedWeight:
-        """Round weight [out, in] to the nearest codes: symmetric with 8 bits, from minimum to maximum with 4.
-
-        Raises:
-            DSparkError: `in` is no multiple of 32, or `bits` is neither 4 nor 8.
-        """
-        out, size = weight.shape
-        if size % BLOCK:
-            raise DSparkError(f"a weight with {size} inputs has no blocks of {BLOCK}: keep it in float32")
-        rows = weight.detach().float().view(out, -1, BLOCK)
-        if bits == 8:
-            scale = (rows.abs().amax(-1) / 127).half()
-            codes = (rows / _nonzero(scale)[..., None]).round().clamp(-127, 127).to(torch.int8)
-            return QuantizedWeight(codes.view(out, size), scale, None, 8)
-        minimum = rows.amin(-1).half()
-        scale = ((rows.amax(-1) - minimum.float()) / 15).half()
-        steps = (rows - minimum.float()[..., None]) / _nonzero(scale)[..., None]
-        codes = steps.round().clamp(0, 15).to(torch.uint8)
-        packed = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << 4
-        return QuantizedWeight(packed.view(out, size // 2), scale, minimum, bits)
-
-
-def _nonzero(scale: torch.Tensor) -> torch.Tensor:
-    """Divisors for codes: a block whose scale rounds to 0 takes any codes."""
-    return torch.where(scale == 0, 1.0, scale.float())
 
 
 @cache
@@ -135,32 +47,15 @@ def supports() -> bool:
     return runs_here()
 
 
+@cache
+def supports_integers() -> bool:
+    """Whether products with 8-bit activations are compiled here: x86 with AVX2, better with VNNI."""
+    return supports() and integers_run_here()
+
+
 def lowbit_linear_reference(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """x [..., in] times the dequantised weight, in torch."""
     return nn.functional.linear(x, weight.dequantize().to(x.device, x.dtype))
-
-
-def pack(weight: QuantizedWeight) -> torch.Tensor:
-    """The records of all tiles [tiles, blocks, bytes] uint8; see `lowbit_numba`. Missing outputs are zeros."""
-    out, size = weight.shape
-    tiles, blocks = -(-out // TILE), size // BLOCK
-    packed = torch.zeros(tiles, blocks, RECORD_BYTES[weight.bits], dtype=torch.uint8)
-
-    def tiled(rows: torch.Tensor) -> torch.Tensor:
-        """[out, blocks, n] -> [tiles, blocks, n, 32]."""
-        if len(rows) % TILE:
-            rows = torch.cat((rows, rows.new_zeros(-len(rows) % TILE, *rows.shape[1:])))
-        return rows.view(tiles, TILE, blocks, -1).permute(0, 2, 3, 1)
-
-    codes = weight.codes.contiguous().view(out, blocks, -1)
-    codes = codes.view(torch.int32) if weight.bits == 4 else codes
-    head = [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]
-    start = HEAD_BYTES[weight.bits]
-    halves = packed[..., :start].view(torch.float16).view(tiles, blocks, len(head), TILE)
-    halves.copy_(tiled(torch.stack(head, dim=-1)))
-    tiled_codes = tiled(codes)
-    packed[..., start:].view(codes.dtype).view(tiled_codes.shape).copy_(tiled_codes)
-    return packed
 
 
 class _Call(ctypes.Structure):
@@ -168,21 +63,11 @@ class _Call(ctypes.Structure):
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("counter", *(CALL.names or ())))
 
-    @staticmethod
-    def of(packed: torch.Tensor, bits: int) -> bytes:
-        """What is the same in all calls with weights `packed`."""
-        return bytes(_Call(**_fields(packed, bits)))
-
-
-def _fields(packed: torch.Tensor, bits: int) -> dict[str, int]:
-    tiles, blocks, record_bytes = packed.shape
-    fields = {"records": packed.data_ptr(), "tiles": tiles, "blocks": blocks, "bits": bits}
-    return {**fields, "record_bytes": record_bytes, "out_step": tiles * TILE}
-
 
 def compile_worker() -> None:
     """Compile now rather than at the first call."""
     load_worker(lowbit_worker, CALL_TYPE)
+    load_worker(quantize_worker, CALL_TYPE)
 
 
 class LowBitLinear(nn.Module):
@@ -191,36 +76,53 @@ class LowBitLinear(nn.Module):
     Args:
         weight: not kept, but laid out anew.
         bias: [out] or None.
+        integer: round activations to 8 bits. Fast where `supports_integers()`, but the same everywhere.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, integer: bool = False
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bits = weight.bits
+        self.bits, self.integer = weight.bits, integer
         self.bias = None if bias is None else bias.detach()
         # Plain attributes: the layout is opaque to state_dict() and to().
-        self.packed = pack(weight) if supports() else None
-        self.weight = None if supports() else weight.dequantize()
-        self.call = b"" if self.packed is None else _Call.of(self.packed, self.bits)
+        compiled = supports_integers() if integer else supports()
+        self.packed = pack(weight) if compiled else None
+        self.weight = None if compiled else weight.dequantize()
+        self._call = self._invariable()
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a row of activations in 8 bits."""
+        return self.in_features // BLOCK * CODES_BYTES
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], float32 on a CPU."""
         if self.packed is None:
             assert self.weight is not None
-            return nn.functional.linear(x, self.weight, self.bias)
+            return nn.functional.linear(round_activations(x) if self.integer else x, self.weight, self.bias)
         assert x.dtype == torch.float32
         assert x.shape[-1] == self.in_features
         x = x.contiguous()
         rows = x.numel() // self.in_features
         out = torch.empty(*x.shape[:-1], self.packed.shape[0] * TILE)
         if rows:
-            self._multiply(x.data_ptr(), rows, out.data_ptr())
+            codes = self._codes(x, rows) if self.integer else x
+            self._multiply(codes.data_ptr(), rows, out.data_ptr())
         if out.shape[-1] != self.out_features:
             out = out[..., : self.out_features]
         return out if self.bias is None else out.add_(self.bias)
 
+    def _codes(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """The activations' records, [rows, code_bytes] uint8."""
+        codes = torch.empty(rows, self.code_bytes, dtype=torch.uint8)
+        call = _Call(x=x.data_ptr(), rows=rows, out=codes.data_ptr(), blocks=self.in_features // BLOCK)
+        load_worker(quantize_worker, CALL_TYPE).work(ctypes.addressof(call) + _Call.next_tile.offset)
+        return codes
+
     def _multiply(self, x: int, rows: int, out: int) -> None:
-        call = _Call.from_buffer_copy(self.call)  # of this thread alone
+        call = _Call.from_buffer_copy(self._call)  # of this thread alone
         address = ctypes.addressof(call)
         call.next_tile, call.x, call.rows, call.out = address, x, rows, out
         threads = torch.get_num_threads()
@@ -234,11 +136,24 @@ class LowBitLinear(nn.Module):
     def call_fields(self) -> dict[str, int]:
         """The `CALL` of this layer's product, but for rows and addresses of inputs and outputs."""
         assert self.packed is not None
-        return _fields(self.packed, self.bits)
+        tiles, blocks, record_bytes = self.packed.shape
+        fields = {"records": self.packed.data_ptr(), "tiles": tiles, "blocks": blocks, "bits": self.bits}
+        return {**fields, "record_bytes": record_bytes, "out_step": tiles * TILE, "integer": self.integer}
+
+    def move(self, memory: torch.Tensor) -> None:
+        """Keep the packed weights in `memory` (uint8, as many bytes) from now on."""
+        assert self.packed is not None
+        self.packed = memory.view(self.packed.shape).copy_(self.packed)
+        self._call = self._invariable()
+
+    def _invariable(self) -> bytes:
+        """What is the same in all calls."""
+        return b"" if self.packed is None else bytes(_Call(**self.call_fields()))
 
     def extra_repr(self) -> str:
         where = "packed" if self.packed is not None else "float32"
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {where}"
+        x = "int8" if self.integer else "float32"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {where}, x {x}"
 
 
 def gather_weights(module: nn.Module) -> None:
@@ -252,12 +167,10 @@ def gather_weights(module: nn.Module) -> None:
     memory = torch.from_numpy(np.empty(sum(sizes) + LINE, dtype=np.uint8))
     memory = memory[-memory.data_ptr() % LINE :]
     for layer, target in zip(layers.values(), memory.split([*sizes, len(memory) - sum(sizes)]), strict=False):
-        assert layer.packed is not None
-        layer.packed = target.view(layer.packed.shape).copy_(layer.packed)
-        layer.call = _Call.of(layer.packed, layer.bits)
+        layer.move(target)
 
 
-def lowbit_linears(module: nn.Module, bits: int = 8) -> nn.Module:
+def lowbit_linears(module: nn.Module, bits: int = 8, integer: bool = False) -> nn.Module:
     """Quantise every `nn.Linear` inside `module` (itself included) that has a multiple of 32 inputs.
 
     For models whose precision is free, such as drafters. Returns the module. A layer that occurs twice is
@@ -268,7 +181,9 @@ def lowbit_linears(module: nn.Module, bits: int = 8) -> nn.Module:
 
     def quantise(layer: nn.Linear) -> LowBitLinear:
         if id(layer) not in done:
-            done[id(layer)] = LowBitLinear(QuantizedWeight.from_float(layer.weight, bits), layer.bias)
+            done[id(layer)] = LowBitLinear(
+                QuantizedWeight.from_float(layer.weight, bits), layer.bias, integer
+            )
             originals.append(layer)
         return done[id(layer)]
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.lowbit_numba import CALL as PRODUCT_CALL
-from dspark.kernels.lowbit_numba import TILE
 from dspark.kernels.parallel import parallel
 from dspark.kernels.program_numba import (
     ATTEND,
@@ -26,11 +25,13 @@ from dspark.kernels.program_numba import (
     PASS,
     PASS_TYPE,
     PRODUCT,
+    QUANTIZE,
     ROTARY,
     STEP,
     SWIGLU,
     program_worker,
 )
+from dspark.kernels.records import TILE
 from dspark.kernels.worker import load_worker
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "compile_worker",
     "norm",
     "product",
+    "quantize",
     "rotate",
     "swiglu",
     "width",
@@ -82,16 +84,28 @@ def width(product: LowBitLinear) -> int:
 
 
 def product(layer: LowBitLinear, x: Tensor, out: Tensor) -> Step:
-    """out [N, width] = x [N, in] W^T."""
+    """out [N, width] = x [N, in] W^T; of an integer layer x are the codes [N, code_bytes] uint8."""
     assert out.shape[1] == width(layer)
+    assert x.shape[1] == (layer.code_bytes if layer.integer else layer.in_features)
     fields = {"kind": PRODUCT, "x": x.data_ptr(), "out": out.data_ptr()}
     return Step(fields, layer.call_fields()["tiles"], per_row=False, product=layer)
 
 
+def quantize(x: Tensor, codes: Tensor) -> Step:
+    """codes [N, code_bytes] uint8 of x [N, size], rounded to 8 bits: see `integers_numba`."""
+    fields = {"kind": QUANTIZE, "x": x.data_ptr(), "x_step": x.shape[1], "size": x.shape[1]}
+    return Step({**fields, "codes": codes.data_ptr()}, 1)
+
+
 def norm(
-    weight: Tensor, eps: float, out: Tensor | None, x: Tensor | None = None, add: Tensor | None = None
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None,
+    x: Tensor | None = None,
+    add: Tensor | None = None,
+    codes: Tensor | None = None,
 ) -> Step:
-    """x += add; out = RMSNorm(x), [N, H]. `x` and `out` may be given later, pass by pass."""
+    """x += add; out = RMSNorm(x), [N, H]; codes of `out`. `x` and `out` may be given later, pass by pass."""
     step = out if out is not None else x
     fields: dict[str, int | float] = {
         "kind": NORM,
@@ -99,6 +113,7 @@ def norm(
         "y": _at(add),
         "out": _at(out),
         "weight": weight.data_ptr(),
+        "codes": _at(codes),
         "eps": eps,
     }
     fields |= {"size": len(weight), "x_step": step.shape[1] if step is not None else len(weight)}
@@ -125,7 +140,12 @@ def rotate(
         "y": _at(bias),
     }
     fields |= {"q_norm": _at(norms[0]), "k_norm": _at(norms[1]), "eps": eps}
-    fields |= {"k_pool": keys.data_ptr(), "v_pool": values.data_ptr(), "block_size": keys.shape[-1]}
+    fields |= {
+        "k_pool": keys.data_ptr(),
+        "v_pool": values.data_ptr(),
+        "block_size": keys.shape[-1],
+        "kv_bytes": keys.itemsize,
+    }
     fields |= {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     return Step(fields, shape.heads + 2 * shape.kv_heads)
 
@@ -135,9 +155,9 @@ def attend(call: np.ndarray) -> Step:
     return Step({"kind": ATTEND, "call": call.ctypes.data}, 0, per_row=False)
 
 
-def swiglu(x: Tensor, out: Tensor) -> Step:
-    """out [N, I] = silu(gate) up, for gate and up side by side in x."""
-    fields = {"kind": SWIGLU, "x": x.data_ptr(), "x_step": x.shape[1]}
+def swiglu(x: Tensor, out: Tensor, codes: Tensor | None = None) -> Step:
+    """out [N, I] = silu(gate) up, for gate and up side by side in x; and its codes."""
+    fields = {"kind": SWIGLU, "x": x.data_ptr(), "x_step": x.shape[1], "codes": _at(codes)}
     return Step({**fields, "out": out.data_ptr(), "out_step": out.shape[1], "size": out.shape[1]}, 1)
 
 

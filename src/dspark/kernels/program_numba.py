@@ -10,20 +10,33 @@ import numpy as np
 from numba import carray, from_dtype, njit
 
 from dspark.kernels.attention_numba import CALL_TYPE as ATTENTION_TYPE
-from dspark.kernels.attention_numba import attend_unit, attention_scratch
+from dspark.kernels.attention_numba import attend_unit, attention_scratch, store_key, store_value
+from dspark.kernels.integers_numba import CODES_BYTES, quantize_row
 from dspark.kernels.lowbit_numba import CALL_TYPE as PRODUCT_TYPE
 from dspark.kernels.lowbit_numba import SCRATCH, multiply_tile
+from dspark.kernels.records import BLOCK
 from dspark.kernels.rows import add_rows, rotate_row, scale_row, square_sum, swiglu_row
 from dspark.kernels.simd import fetch_add, pointer, record_pointer, wait_for
 
-__all__ = ["ATTEND", "NORM", "PASS", "PASS_TYPE", "PRODUCT", "ROTARY", "STEP", "SWIGLU", "program_worker"]
+__all__ = [
+    "ATTEND",
+    "NORM",
+    "PASS",
+    "PASS_TYPE",
+    "PRODUCT",
+    "QUANTIZE",
+    "ROTARY",
+    "STEP",
+    "SWIGLU",
+    "program_worker",
+]
 
-NORM, PRODUCT, ROTARY, ATTEND, SWIGLU = range(5)
+NORM, PRODUCT, ROTARY, ATTEND, SWIGLU, QUANTIZE = range(6)
 
 # One record serves all kinds of steps; addresses that a step has no use for are 0. `next_unit` and `finished` are
 # addresses of counters, `call` that of the CALL of a product or an attention.
-_STEP = "kind units next_unit finished call x y out weight tap x_step out_step tap_step size"
-_ROTARY = "q_norm k_norm k_pool v_pool heads kv_heads head_dim block_size"
+_STEP = "kind units next_unit finished call x y out weight tap x_step out_step tap_step codes size"
+_ROTARY = "q_norm k_norm k_pool v_pool heads kv_heads head_dim block_size kv_bytes"
 STEP = np.dtype([*((name, np.int64) for name in f"{_STEP} {_ROTARY}".split()), ("eps", np.float64)])
 # What all steps of a pass share. `attention`: a CALL that states the shape, 0 without attention.
 PASS = np.dtype(
@@ -54,15 +67,25 @@ def _norm_row(x, weight, out, size, eps):
 
 
 @njit
+def _quantize(step, row, x):
+    """The codes of a row x of `size` floats, where a product wants them."""
+    if step.codes:
+        blocks = step.size // BLOCK
+        quantize_row(x, blocks, step.codes + CODES_BYTES * blocks * row)
+
+
+@njit
 def _norm(step, row):
-    """x += y; a copy to `tap`; out = RMSNorm(x)."""
+    """x += y; a copy to `tap`; out = RMSNorm(x), and its codes."""
     x = step.x + 4 * step.x_step * row
     if step.y:
         add_rows(x, step.y + 4 * step.out_step * row, x, step.size)
     if step.tap:
         tapped = _floats(step.tap + 4 * step.tap_step * row, step.size)
         tapped[:] = _floats(x, step.size)
-    _norm_row(x, step.weight, step.out + 4 * step.x_step * row, step.size, step.eps)
+    out = step.out + 4 * step.x_step * row
+    _norm_row(x, step.weight, out, step.size, step.eps)
+    _quantize(step, row, out)
 
 
 @njit
@@ -80,27 +103,22 @@ def _rotary(shared, step, row, head):
         rotate_row(x, cos, sin, step.out + 4 * (step.heads * row + head) * dim, half)
         return
     slot = _integer(shared.slots, row)
-    kv_head, size = head - step.heads, step.block_size
-    block, offset = slot // size, slot % size
+    kv_head, block, offset = head - step.heads, slot // step.block_size, slot % step.block_size
     if kv_head >= step.kv_heads:
-        at = (block * step.kv_heads + kv_head - step.kv_heads) * dim * size
-        values = _floats(step.v_pool + 4 * (at + offset * dim), dim)
-        values[:] = _floats(x, dim)
+        store_value(step, x, (block - 1) * step.kv_heads + kv_head, offset)
         return
     if step.k_norm:
         _norm_row(x, step.k_norm, x, dim, step.eps)
     rotate_row(x, cos, sin, x, half)
-    key = _floats(x, dim)
-    keys = _floats(step.k_pool + 4 * (block * step.kv_heads + kv_head) * dim * size, dim * size)
-    for i in range(dim):
-        keys[i * size + offset] = key[i]
+    store_key(step, x, block * step.kv_heads + kv_head, offset)
 
 
 @njit
 def _swiglu(step, row):
-    """out = silu(gate) up, gate and up side by side in x."""
-    gate = step.x + 4 * step.x_step * row
-    swiglu_row(gate, gate + 4 * step.size, step.out + 4 * step.out_step * row, step.size)
+    """out = silu(gate) up, gate and up side by side in x; and its codes."""
+    gate, out = step.x + 4 * step.x_step * row, step.out + 4 * step.out_step * row
+    swiglu_row(gate, gate + 4 * step.size, out, step.size)
+    _quantize(step, row, out)
 
 
 @njit
@@ -114,8 +132,10 @@ def _unit(shared, step, unit, product_scratch, scratch, running):
     elif step.kind == ROTARY:
         heads = step.heads + 2 * step.kv_heads
         _rotary(shared, step, unit // heads, unit % heads)
-    else:
+    elif step.kind == SWIGLU:
         _swiglu(step, unit)
+    else:
+        _quantize(step, unit, step.x + 4 * step.x_step * unit)
 
 
 def program_worker(pointer_to_pass):

@@ -2,8 +2,9 @@
 
 Numba cannot promise LLVM that arrays do not overlap, so plain loops this short pay more for checks than for
 arithmetic, and its `exp` is a scalar call. Here accumulators live in registers; LLVM maps <16 x float> to
-AVX-512, AVX2 or NEON. All addresses are integers (bytes), all data float32. The arithmetic of one query does
-not depend on how many are processed together, so results do not depend on the batch.
+AVX-512, AVX2 or NEON. All addresses are integers (bytes), all data float32, but for keys and values that may be
+float16. The arithmetic of one query does not depend on how many are processed together, so results do not depend on
+the batch.
 
 NOTE: Numba's disk cache watches the file of the *calling* function. After editing this, touch the callers.
 """
@@ -21,12 +22,15 @@ __all__ = [
     "LANES",
     "MASKED",
     "fetch_add",
+    "load_lanes",
     "mix_values",
     "pointer",
     "prefetch",
     "record_pointer",
+    "scatter_halves",
     "score_keys",
     "softmax_strip",
+    "store_halves",
     "wait_for",
 ]
 
@@ -36,6 +40,8 @@ MASKED = -1e30  # finite stand-in for -inf: differences of two stay finite
 
 FLOAT = ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
+HALF = ir.HalfType()
+HALVES = ir.VectorType(HALF, LANES)
 INDEX = ir.VectorType(ir.IntType(32), LANES)
 I64 = ir.IntType(64)
 
@@ -55,6 +61,14 @@ def load(builder: Any, address: Any, offset: Any, kind: Any = VECTOR) -> Any:
 
 def store(builder: Any, value: Any, address: Any, offset: Any) -> None:
     builder.store(value, at_offset(builder, address, offset, value.type), align=4)
+
+
+def load_lanes(builder: Any, half: bool, address: Any, offset: Any) -> Any:
+    """16 floats, `offset` numbers behind `address`, where numbers are float16 (`half`) or float32."""
+    if not half:
+        return load(builder, address, offset)
+    where = builder.add(address, builder.mul(offset, I64(2)))
+    return builder.fpext(builder.load(builder.inttoptr(where, HALVES.as_pointer()), align=2), VECTOR)
 
 
 def splat(builder: Any, scalar: Any, kind: Any = VECTOR) -> Any:
@@ -178,23 +192,54 @@ def prefetch(typingctx: Any, address: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
+@intrinsic
+def store_halves(typingctx: Any, x: Any, out: Any, count: Any) -> Any:
+    """`count` floats, a multiple of 16, rounded to float16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, out, count = args
+        with cgutils.for_range(builder, builder.sdiv(count, I64(LANES))) as part:
+            first = builder.mul(part.index, I64(LANES))
+            halves = builder.fptrunc(load(builder, x, first), HALVES)
+            where = builder.add(out, builder.mul(first, I64(2)))
+            builder.store(halves, builder.inttoptr(where, HALVES.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def scatter_halves(typingctx: Any, x: Any, out: Any, count: Any, step: Any) -> Any:
+    """`count` floats rounded to float16, `step` numbers apart."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, out, count, step = args
+        with cgutils.for_range(builder, count) as loop:
+            value = builder.fptrunc(load(builder, x, loop.index, FLOAT), HALF)
+            where = builder.add(out, builder.mul(builder.mul(loop.index, step), I64(2)))
+            builder.store(value, builder.inttoptr(where, HALF.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
 @intrinsic(prefer_literal=True)
 def score_keys(
-    typingctx: Any, count: Any, q: Any, head_dim: Any, k: Any, k_step: Any, s: Any, s_step: Any
+    typingctx: Any, count: Any, half: Any, q: Any, head_dim: Any, k: Any, k_step: Any, s: Any, s_step: Any
 ) -> Any:
     """s[m, j] = sum_d q[m, d] k[d, j] for `count` (a literal) queries and 16 positions.
 
-    q [count, head_dim]; k rows are `k_step` floats apart, s rows `s_step`.
+    q [count, head_dim]; k rows are `k_step` numbers apart, s rows `s_step`. `half` (a literal): k is float16.
     """
-    queries = count.literal_value
+    queries, narrow = count.literal_value, bool(half.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, q, head_dim, k, k_step, s, s_step = args
+        _, _, q, head_dim, k, k_step, s, s_step = args
         sums = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(queries)]
         for total in sums:
             builder.store(constant(0.0), total)
         with cgutils.for_range(builder, head_dim) as loop:
-            keys = load(builder, k, builder.mul(loop.index, k_step))
+            keys = load_lanes(builder, narrow, k, builder.mul(loop.index, k_step))
             for m, total in enumerate(sums):
                 at = builder.add(builder.mul(head_dim, I64(m)), loop.index)
                 query = splat(builder, load(builder, q, at, FLOAT))
@@ -203,21 +248,29 @@ def score_keys(
             store(builder, builder.load(total), s, builder.mul(s_step, I64(m)))
         return context.get_dummy_value()
 
-    return types.void(count, *[types.int64] * 6), codegen
+    return types.void(count, half, *[types.int64] * 6), codegen
 
 
 @intrinsic(prefer_literal=True)
 def mix_values(
-    typingctx: Any, count: Any, p: Any, p_step: Any, v: Any, head_dim: Any, positions: Any, acc: Any
+    typingctx: Any,
+    count: Any,
+    half: Any,
+    p: Any,
+    p_step: Any,
+    v: Any,
+    head_dim: Any,
+    positions: Any,
+    acc: Any,
 ) -> Any:
     """acc[m] += sum_j p[m, j] v[j] for `count` (a literal) queries and the first `positions` rows of v.
 
-    p rows are `p_step` floats apart; v [positions, head_dim], acc [count, head_dim].
+    p rows are `p_step` floats apart; v [positions, head_dim], float16 if `half` (a literal); acc [count, head_dim].
     """
-    queries = count.literal_value
+    queries, narrow = count.literal_value, bool(half.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, p, p_step, v, head_dim, positions, acc = args
+        _, _, p, p_step, v, head_dim, positions, acc = args
         sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(queries)]
         with cgutils.for_range(builder, builder.sdiv(head_dim, I64(LANES))) as part:
             first = builder.mul(part.index, I64(LANES))
@@ -225,7 +278,8 @@ def mix_values(
             for at, total in zip(where, sums, strict=True):
                 builder.store(load(builder, acc, at), total)
             with cgutils.for_range(builder, positions) as loop:
-                values = load(builder, v, builder.add(builder.mul(loop.index, head_dim), first))
+                at = builder.add(builder.mul(loop.index, head_dim), first)
+                values = load_lanes(builder, narrow, v, at)
                 for m, total in enumerate(sums):
                     at = builder.add(builder.mul(p_step, I64(m)), loop.index)
                     weight = splat(builder, load(builder, p, at, FLOAT))
@@ -234,7 +288,7 @@ def mix_values(
                 store(builder, builder.load(total), acc, at)
         return context.get_dummy_value()
 
-    return types.void(count, *[types.int64] * 6), codegen
+    return types.void(count, half, *[types.int64] * 6), codegen
 
 
 @intrinsic(prefer_literal=True)

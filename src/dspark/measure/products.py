@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from dspark.core import DSparkError
 from dspark.kernels.linear import PackedLinear
-from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, gather_weights, supports
+from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, gather_weights, supports, supports_integers
 from dspark.kernels.program import Program, Rotation, product, width
 from dspark.measure.limits import Arithmetic, Reading
 from dspark.measure.timing import Clock, clock_name, seconds, spread, suitable_clock
@@ -33,8 +33,9 @@ WAYS = {
     "packed": "float32 laid out for oneDNN",
     "low-bit": "4-bit and 8-bit blocks, one call a matrix",
     "one call": "the same blocks, all matrices in one compiled call",
+    "integers": "one call, with activations in 8 bits and integer dot products",
 }
-LOW_BIT = ("low-bit", "one call")
+LOW_BIT = ("low-bit", "one call", "integers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +100,10 @@ class Products:
         if "packed" in ways:
             packed = [PackedLinear(weight.dequantize()) for weight in weights]
             self._add("packed", packed, 4 * self.num_weights)
-        if supports() and set(ways) & set(LOW_BIT):
-            self._add_low_bit([LowBitLinear(weight) for weight in weights], ways)
+        for integer in (False, True):
+            usable = supports_integers() if integer else supports()
+            if usable and set(ways) & set(LOW_BIT[2:] if integer else LOW_BIT[:2]):
+                self._add_low_bit([LowBitLinear(weight, integer=integer) for weight in weights], ways)
 
     def _add(self, way: str, products: Sequence[Callable[[Tensor], Tensor]], num_bytes: int) -> None:
         def run(rows: int) -> None:
@@ -112,21 +115,30 @@ class Products:
     def _add_low_bit(self, layers: list[LowBitLinear], ways: Sequence[str]) -> None:
         gather_weights(ModuleList(layers))
         num_bytes = sum(layer.packed.numel() for layer in layers if layer.packed is not None)
-        if "low-bit" in ways:
+        integer = layers[0].integer
+        if "low-bit" in ways and not integer:
             self._add("low-bit", layers, num_bytes)
-        if "one call" not in ways:
+        one_call = "integers" if integer else "one call"
+        if one_call not in ways:
             return
         outputs = {width(layer): torch.empty(self._max_rows, width(layer)) for layer in layers}
-        steps = [product(layer, self._inputs[layer.in_features], outputs[width(layer)]) for layer in layers]
+        inputs = self._inputs
+        if integer:  # zeros: speed does not depend on codes
+            inputs = {
+                layer.in_features: torch.zeros(self._max_rows, layer.code_bytes, dtype=torch.uint8)
+                for layer in layers
+            }
+        steps = [product(layer, inputs[layer.in_features], outputs[width(layer)]) for layer in layers]
         none = torch.zeros(1, 1)
         program = Program(steps, Rotation(heads=1, kv_heads=1, head_dim=1, cos=none, sin=none))
         nowhere = torch.zeros(self._max_rows, dtype=torch.int64)  # products look at no position
 
         def run(rows: int) -> None:
             assert outputs, "the program writes there"
+            assert inputs, "and reads here"
             program.run(rows, nowhere[:rows], nowhere[:rows])
 
-        self.ways["one call"], self.num_bytes["one call"] = run, num_bytes
+        self.ways[one_call], self.num_bytes[one_call] = run, num_bytes
 
 
 def _unpacked(weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -124,7 +124,7 @@ class _Bench:
         specs = target.kv_specs + (drafter.kv_specs if drafter else ())
         requests = max(2, -(-settings.max_rows // (1 + gamma)), 8)
         room = max(contexts[-1] + gamma + 2, requests * (contexts[0] + gamma + 2 + BLOCK))
-        self._pool = KVPool(specs, -(-room // BLOCK) + 1, BLOCK, target.dtype, target.device)
+        self._pool = KVPool(specs, -(-room // BLOCK) + 1, BLOCK, target.kv_dtype, target.device)
         for layer in {id(t): t for t in (*self._pool.k, *self._pool.v)}.values():
             layer.normal_(std=0.5)  # memory never written is one page of zeros: reading it costs nothing
         if drafter is not None:

@@ -82,7 +82,8 @@ def fingerprint(target: Target, drafter: Drafter | None) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "device": target.device.type,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": str(target.kv_dtype).removeprefix("torch."),
+        "activations": getattr(target, "activation_dtype", "float32"),
         "model": target.identity,
         "drafter": shape,
     }

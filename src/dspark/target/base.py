@@ -61,7 +61,9 @@ class Target(Protocol):
     identity: str  # names the weights: drafter checkpoints are bound to it
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def kv_dtype(self) -> torch.dtype:
+        """Of the KV pool."""
+        ...
 
     @property
     def device(self) -> torch.device: ...

@@ -121,6 +121,8 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
         self._output_weight: Tensor = self.lm_head.weight.detach()
         self._compiled: CompiledLayers | None = None
+        self.kv_cache_dtype: torch.dtype | None = None  # None: that of the weights
+        self.activation_dtype = "float32"  # of the products' inputs, where weights are quantised
 
     @classmethod
     def from_weights(
@@ -136,11 +138,15 @@ class Decoder(nn.Module):
         return model.requires_grad_(False).eval()
 
     def prepare(
-        self, device: torch.device | str = "cpu", blocks: Mapping[str, QuantizedWeight] | None = None
+        self,
+        device: torch.device | str = "cpu",
+        blocks: Mapping[str, QuantizedWeight] | None = None,
+        integer: bool = False,
     ) -> Decoder:
         """Move to `device` and lay the weights out for few-row products (serving only, no gradients).
 
-        `blocks` (`read_blocks`) hold the same weights in fewer bits. float32 on a CPU reads those instead.
+        `blocks` (`read_blocks`) hold the same weights in fewer bits. float32 on a CPU reads those instead, and
+        multiplies them by activations in 8 bits if `integer`.
         """
         on_cpu = torch.device(device).type == "cpu"
         if blocks and self.dtype == torch.float32 and on_cpu and supports():
@@ -149,8 +155,9 @@ class Decoder(nn.Module):
                 assert isinstance(layer, nn.Linear)
                 if not layer.weight.is_meta:  # `hollow_weights` checked those
                     check_blocks(name, weight, layer.weight)
-                self.set_submodule(name, LowBitLinear(weight, layer.bias))
+                self.set_submodule(name, LowBitLinear(weight, layer.bias, integer))
             gather_weights(self)
+            self.activation_dtype = "int8" if integer else "float32"
         self.to(device)
         self._output_weight = self._output_weight.to(device)
         pack_linears(self)
@@ -166,6 +173,10 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.kv_cache_dtype or self.dtype
 
     @property
     def device(self) -> torch.device:

@@ -40,7 +40,7 @@ def fresh_pass(target: Target, sequences: Sequence[Sequence[int]], taps: tuple[i
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     block_size = 16
     pool = KVPool(
-        target.kv_specs, int((-(-lengths // block_size)).sum()), block_size, target.dtype, target.device
+        target.kv_specs, int((-(-lengths // block_size)).sum()), block_size, target.kv_dtype, target.device
     )
     tables = [BlockTable() for _ in sequences]
     for table, length in zip(tables, lengths, strict=True):

@@ -1,0 +1,132 @@
+"""Varied prompts for training answers: topics in many forms, documents to work on, follow-up questions.
+
+    python examples/varied_prompts.py ANSWERS.jsonl... --output prompts.jsonl [--count 3000] [--seed 0]
+
+ANSWERS are files that `dspark data generate` wrote: their answers serve as documents (to summarise, to explain,
+to question) and as first turns of longer conversations. Each line of the output is
+{"domain", "source", "messages"}. No built-in prompt is among them: those stay held out.
+"""
+# ruff: noqa: E501 - lists of phrases
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+TOPICS = """
+sleep; houseplants; compost; bicycle maintenance; public speaking; job interviews; sourdough; knitting; chess openings;
+budgeting; renting a flat; moving house; insulation; solar panels; electric cars; tides; volcanoes; the water cycle;
+photosynthesis; vaccines; antibiotics; blood pressure; back pain; stretching; marathon training; yoga; meditation;
+learning Spanish; learning the piano; watercolours; black and white photography; film editing; podcasts; writing a novel;
+poetry; fairy tales; detective stories; the Roman empire; the silk road; the industrial revolution; printing; the moon
+landing; black holes; comets; satellites; weather forecasts; climate change; coral reefs; bees; wolves; migrating birds;
+dinosaurs; cats; puppies; aquariums; horses; dairy farming; orchards; vegetable gardens; mushrooms; tea; coffee; chocolate;
+cheese; pasta; curry; soups; pickles; picnics; school lunches; birthday parties; weddings; funerals; neighbours; lost
+property; complaints; refunds; insurance; taxes; pensions; mortgages; inflation; interest rates; shares; trade; unemployment;
+elections; parliaments; courts; contracts; privacy; passwords; phishing; backups; home networks; printers; spreadsheets;
+email; meetings; minutes; teamwork; feedback; remote work; burnout; time management; exams; homework; reading aloud;
+libraries; museums; theatre; opera; jazz; folk music; football; tennis; swimming; hiking; camping; maps; compasses; sailing;
+trains; buses; airports; packing; hotels; Japan; Brazil; Kenya; Iceland; Italy; Canada; the Alps; deserts; rivers; lakes;
+islands; lighthouses; bridges; tunnels; skyscrapers; castles; clocks; telescopes; microscopes; lasers; magnets; batteries;
+engines; steam; gears; pulleys; friction; gravity; sound; light; colour; mirrors; glass; steel; concrete; wood; paper; ink;
+recycling; plastics; paint; soap; salt; sugar; vitamins; allergies; first aid; dentists; glasses; hearing; memory; habits;
+motivation; friendship; grandparents; siblings; adoption; toys; board games; puzzles; magic tricks; kites; balloons
+""".replace("\n", " ")
+
+ASKS = """
+What is the best way to get started with {}?; Explain {} to a ten-year-old.; Explain {} in three short paragraphs.;
+Give me five practical tips about {}.; What are the most common mistakes people make with {}?; Why does {} matter?;
+Write a short story that has to do with {}.; Write a poem about {}, in rhyming couplets.; What is the history of {}?;
+Write a friendly email to a colleague about {}.; Make a one-week plan for somebody who wants to learn about {}.;
+What should I know about {} before I spend any money on it?; List the advantages and disadvantages of {}.;
+Compare {} and {}.; How are {} and {} related?; I have to give a five-minute talk on {}. Please draft it.;
+My daughter is fascinated by {}. What could we do together this weekend?; Write ten quiz questions about {}, with answers.;
+I have never understood {}. Can you describe it step by step?; Write a dialogue between two friends who disagree about {}.;
+Write a product description for a magazine about {}.; Suggest a title and an outline for a book about {}.;
+Which questions should I ask an expert on {}?; Tell me a surprising fact about {} and explain it.;
+Write a letter to a newspaper about {}.; How would you measure whether somebody is good at {}?;
+Write a checklist for {}.; What might {} look like in fifty years?; Give me a glossary of ten terms about {}.;
+I am worried about {}. What can I do?; We are a small club and want to do something with {}. Any ideas?;
+Write a Python function that stores a list of notes about {} and searches them.;
+Write an HTML page about {}, with a heading, a list and a table.; Write a SQL schema for a database about {}.;
+Write a JavaScript class that models {}.; A shop sells things to do with {} at 12 each and gives 15% off from five on.
+What do seven cost?; Plan a budget of 300 for {} over six weeks and show the sums in a table.
+""".replace("\n", " ")
+
+DOCUMENTS = """
+Summarise the following text in five bullet points.; Summarise this in one sentence.; Rewrite this text in simpler words.;
+Correct and improve this text.; What are the main claims of this text?; Write a reply to this message.;
+Write three questions that this text answers, and answer them.; Turn this text into a formal letter.; Shorten this text by half.;
+Which parts of this text could be wrong, and why?; Write a title and a short abstract for this text.; Turn this into a table.;
+Translate this text into Spanish.; Rewrite this as a conversation between a teacher and a pupil.; List all names, numbers and
+dates in this text.
+""".replace("\n", " ")
+
+CODE = """
+Explain this code line by line.; Write tests for this code.; Review this code and suggest improvements.;
+Rewrite this code with better names and comments.; Find the bugs in this code.; Rewrite this in JavaScript.;
+Add error handling to this code.; What does this code print, and why?
+""".replace("\n", " ")
+
+FOLLOW_UPS = """
+Can you give me an example?; Please make that shorter.; Explain the second point in more detail.; Why is that?;
+Thank you. What should I do first?; Please write that as a list.; Are you sure? Check it step by step.;
+Now explain it to a child.; What are the exceptions?; Could you put it in a more friendly tone?; What else should I consider?;
+Summarise what you said in one sentence.
+""".replace("\n", " ")
+
+
+def phrases(text: str) -> list[str]:
+    """The phrases that semicolons separate."""
+    return [" ".join(phrase.split()) for phrase in text.split(";")]
+
+
+def varied(answers: list[dict], seed: int) -> Iterator[dict]:
+    """Prompts without end: 55% topics, 25% documents, 20% follow-ups."""
+    rng = random.Random(seed)
+    topics, asks = phrases(TOPICS), phrases(ASKS)
+    while True:
+        kind = rng.random() if answers else 0.0
+        if kind < 0.55:
+            ask = rng.choice(asks)
+            yield _row("chat", "topic", ask.format(*rng.sample(topics, 2)))
+            continue
+        row = rng.choice(answers)
+        question, answer = row["messages"][-2]["content"], row["messages"][-1]["content"]
+        if kind < 0.8:
+            tasks = CODE if row["domain"] == "code" else DOCUMENTS
+            yield _row(row["domain"], "document", f"{rng.choice(phrases(tasks))}\n\n{answer[:2400]}")
+        else:
+            turns = [question[:2000], answer[:2000], rng.choice(phrases(FOLLOW_UPS))]
+            yield _row(row["domain"], "follow-up", *turns)
+
+
+def _row(domain: str, source: str, *turns: str) -> dict:
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return {"domain": domain, "source": source, "messages": messages}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("answers", nargs="*", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    answers = [json.loads(line) for path in args.answers for line in path.open()]
+    rows: dict[str, dict] = {}
+    for row in varied(answers, args.seed):
+        rows.setdefault(json.dumps(row["messages"]), row)
+        if len(rows) == args.count:
+            break
+    args.output.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+
+
+if __name__ == "__main__":
+    main()
