@@ -207,15 +207,15 @@ def test_a_request_that_was_never_observed_drafts_nothing():
 
 @pytest.mark.skipif(not supports(), reason="this processor lacks the low-bit kernels")
 @pytest.mark.parametrize("method", METHODS)
-def test_int8_serving_stays_close(method):
+def test_quantised_serving_stays_close(method):
     target = tiny_decoder(dtype=torch.float32, hidden=64)
     plain, small = (
-        Served(target, ChainDrafter(tiny_chain_model(target, method), int8)) for int8 in (False, True)
+        Served(target, ChainDrafter(tiny_chain_model(target, method), rounded)) for rounded in (False, True)
     )
     for served in (plain, small):
         served.add(TOKENS[:13])
         served.observe([12])
     assert isinstance(small.drafter._project, LowBitLinear)
     for got, want in zip(small.kv(0), plain.kv(0), strict=True):
-        assert 0 < float((got - want).abs().max()) < 0.1 * float(want.abs().max())
+        assert 0 < float((got - want).abs().max()) < 0.2 * float(want.abs().max())
     assert small.propose([4]).tokens.shape == (1, 4)

@@ -34,13 +34,15 @@ def drafter(request: pytest.FixtureRequest) -> BlockDrafter:
         for norm in (layer.k_norm, layer.q_norm):
             if norm is not None:
                 torch.nn.init.normal_(norm.weight, 1.0, 0.2)
-    return BlockDrafter(other, int8=True)
+    return BlockDrafter(other, quantised=True)
 
 
 def observe(drafter: BlockDrafter, rows: int, first_layer: int) -> KVPool:
     """Rows in two passes, of a pool in which `first_layer` layers lie before the drafter's."""
     specs = [drafter.kv_specs[0]] * first_layer + list(drafter.kv_specs)
     pool = KVPool(specs, 8, BLOCK)
+    for part in (*pool.k, *pool.v):
+        part.zero_()
     drafter.attach(pool, first_layer)
     taps = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1))
     slots = torch.randperm(8 * BLOCK, generator=torch.Generator().manual_seed(2))[:rows]

@@ -1,5 +1,7 @@
 """Prompt lookup in front of a trained drafter: who drafts, what it says of its drafts, and that it changes nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,9 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.kv import KVPool
 from dspark.sampling import SamplingRows
-from dspark.schedule.policies import FixedLength
+from dspark.schedule.auto import AutoScheduler
+from dspark.schedule.cost import DraftCost, TableCost
+from dspark.schedule.policies import FixedLength, LaggedScheduler, PrefixScheduler, ScheduleState
 from dspark.testing import run_engine, tiny_decoder, tiny_drafter
 
 REPEATS = [5, 6, 7, 8, 9, 5, 6, 7]  # the last three stood there before: 8, 9, 5, ... follow
@@ -135,6 +139,76 @@ def test_greedy_text_is_that_of_plain_decoding(target, concurrency):
     assert sum(o.metrics.accepted for o in drafted) > 10, (
         "copies must have been accepted for this to say anything"
     )
+
+
+def test_free_copies_do_not_wait_for_the_policy(target):
+    """The policy has the model draft nothing; copies are made, verified and accepted all the same."""
+
+    class Nothing(FixedLength):
+        def draft_lengths(self, state):
+            frees.append(state.free)
+            return np.zeros_like(state.room)
+
+    frees, few = [], {5: 50.0, 6: 50.0, 7: 50.0}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias=few)
+    drafter = lookup(target)
+    drafter.drafter.propose = failing_with_lengths(drafter.drafter.propose)
+    (output,) = run_engine(Engine(target, drafter, Nothing(6)), [REPEATS], params)
+    assert output.metrics.accepted > 5
+    assert all((free <= 6).all() for free in frees)
+
+
+def failing_with_lengths(propose):
+    def checked(batch):
+        assert not batch.lengths.any(), "the model was asked"
+        return propose(batch)
+
+    return checked
+
+
+def test_free_copies_are_those_proposed(target):
+    drafter = lookup(target)
+    requests = [request(REPEATS), request(FRESH, 1)]
+    assert drafter.free(requests, np.array([7, 7])).tolist() == [4, 0]
+    assert propose(drafter, requests, [0, 0]).lengths.tolist() == [4, 0]
+    assert drafter.free(requests, np.array([2, 7])).tolist() == [2, 0]
+    assert propose(drafter, requests, [7, 2]).lengths.tolist() == [2, 2], "the room decides, not the policy"
+
+
+@pytest.mark.parametrize("policy", [PrefixScheduler, LaggedScheduler, AutoScheduler])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_priced_policies_with_copies_keep_the_text(target, policy, temperature):
+    """Shared noise: one text a seed, whatever drafts. A model too dear to draft, and a cheap one."""
+    few = {5: 50.0, 6: 50.0, 7: 50.0}
+    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, logit_bias=few, seed=4)
+    config = EngineConfig(max_num_seqs=2, acceptance="shared_noise")
+    prompts = [REPEATS, FRESH, [7, 7, 7, 7]]
+    plain = run_engine(Engine(target, config=config), prompts, params)
+    for price in (0.01, 50.0):
+        cost = TableCost((1, 8, 64), (1.0, 1.2, 3.0), draft=DraftCost(price))
+        outputs = run_engine(Engine(target, lookup(target), policy(6, cost), None, config), prompts, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+        assert sum(o.metrics.accepted for o in outputs) > 10
+
+
+def test_what_is_copied_is_no_verdict_on_the_model():
+    """Copies are neither paid for, nor do they count for the acceptance of the model's drafts."""
+    cost = TableCost((1, 8, 64), (1.0, 1.2, 3.0), draft=DraftCost(1.0))
+    policy = PrefixScheduler(6, cost)
+    state = ScheduleState(np.arange(2), np.array([6, 6]), np.array([9, 9]), free=np.array([4, 0]))
+    want = policy.draft_lengths(state)
+    assert want[0] == 0
+    assert want[1] > 0
+    drafted = np.array([4, want[1]])
+    before = policy.aim.history.survival(np.array([0]))
+    policy.observe(state, None, drafted, drafted, np.array([4, 0]))
+    after = policy.aim.history.survival(np.array([0, 1]))
+    assert (after[0] < before[0]).all(), "the model's draft failed; the copy's success is its own"
+    alone = replace(state, free=np.array([4, 4]))
+    for _ in range(100):
+        assert not policy.draft_lengths(alone).any()
+        policy.observe(alone, None, np.array([4, 4]), np.array([4, 4]), np.array([0, 0]))
+    assert policy.aim.gate(2).on, "rounds of copies alone say nothing"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ class Stream:
     def __init__(self, model: Decoder, requests: int, kv_dtype: torch.dtype = torch.float32) -> None:
         specs = (*model.kv_specs, model.kv_specs[0])  # a drafter's layer lies behind the target's
         self.model, self.pool = model, KVPool(specs, 8 * requests, BLOCK, kv_dtype)
+        for part in (*self.pool.k, *self.pool.v):
+            part.zero_()
         # Blocks of requests interleave: nothing may depend on their order.
         self.tables = np.arange(8 * requests).reshape(8, requests).T.copy()
         self.done = [0] * requests

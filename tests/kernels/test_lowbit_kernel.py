@@ -141,8 +141,18 @@ def test_from_float_rounds_to_the_nearest_code(bits: int) -> None:
     span = 2 * blocks.abs().amax(-1) / 254 if bits == 8 else (blocks.amax(-1) - blocks.amin(-1)) / 15
     # Half a step, and what a scale and minimum in 11 bits move the ends of the range.
     bound = (span * 0.51 + 2**-10 * blocks.abs().amax(-1) + 1e-7)[..., None]
-    assert bool(((quantised.dequantize().view_as(blocks) - blocks).abs() <= bound).all())
+    error = (quantised.dequantize().view_as(blocks) - blocks).abs()
+    if bits == 8:
+        assert bool((error <= bound).all())
+    else:  # a range may be cut by a quarter, an eighth at each end, where that errs less in all
+        assert bool((error <= bound + span[..., None] * 15 / 8).all())
+        whole = (blocks - blocks.amin(-1, keepdim=True)) / span.clamp(min=1e-30)[..., None]
+        plain = ((whole.round() - whole) * span[..., None]).square().sum(-1)
+        assert bool((error.square().sum(-1) <= plain * 1.05 + 1e-7).all())
+        assert float(error.square().sum()) < 0.97 * float(plain.sum())
     assert torch.equal(quantised.dequantize()[3, 32:64], torch.zeros(32))
+    if bits == 4:
+        return  # the cut range is not found again
     again = QuantizedWeight.from_float(quantised.dequantize(), bits)
     torch.testing.assert_close(again.dequantize(), quantised.dequantize(), rtol=2e-3, atol=2e-3)
 

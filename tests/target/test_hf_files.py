@@ -144,6 +144,36 @@ def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple
 
 
 @pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 9}, (9, 9)),
+        ({"sliding_window": 9, "use_sliding_window": False, "max_window_layers": 1}, (9, 9)),
+        ({}, (4096, 4096)),
+    ],
+)
+def test_mistral_has_one_window_for_all_layers(
+    tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    config = read_config(write_config(tmp_path, model_type="mistral", **changes))
+    assert config.windows == windows
+    assert (config.attention_bias, config.qk_norm, config.head_dim) == (False, False, 4)
+
+
+def test_mistral_keys_that_decide(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(LLAMA | {"model_type": "mistral", "sliding_window": None})
+    )
+    assert read_config(tmp_path).windows == ()
+    for key, value in (
+        ("layer_types", ["full_attention", "full_attention"]),
+        ("sliding_window", 0),
+        ("num_key_value_heads", None),
+    ):
+        with pytest.raises(DSparkError, match=key):
+            read_config(write_config(tmp_path, model_type="mistral", **{key: value}))
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("model_type", "gemma3"),
@@ -191,7 +221,7 @@ def test_names_an_unreadable_config(tmp_path: Path, text: str) -> None:
         read_config(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_shapes_and_config_equal_transformers(tmp_path: Path, model_type: str, tied: bool) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

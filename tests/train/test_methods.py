@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from dspark.engine.engine import Engine
 from dspark.target.load import load_decoder
 from dspark.testing import run_engine, slow_generate
 from dspark.train.config import TrainConfig
+from dspark.train.export import export_drafter
 from dspark.train.setup import build_trainer
 from dspark.train.trainer import Trainer
 
@@ -45,6 +47,33 @@ def built(data: Path, target: Path, **changes: object) -> tuple[Trainer, str]:
     said: list[str] = []
     trainer = build_trainer(TrainConfig.of(values | changes), said.append)  # type: ignore[arg-type]
     return trainer, "\n".join(said)
+
+
+@pytest.fixture
+def windowed_mistral(tiny_model: Path, tmp_path: Path) -> Path:
+    """The tiny model's weights as a Mistral that looks back 5 positions."""
+    directory = tmp_path / "mistral"
+    shutil.copytree(tiny_model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(
+        json.dumps(config | {"model_type": "mistral", "sliding_window": 5})
+    )
+    return directory
+
+
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_a_windowed_mistral_is_trained_for_and_served(
+    method: str, data: Path, windowed_mistral: Path
+) -> None:
+    trainer, _ = built(data, windowed_mistral, method=method, dtype="float32", features="compute")
+    list(trainer.run())
+    directory, _ = export_drafter(trainer)
+    target = load_decoder(windowed_mistral)
+    assert [spec.window for spec in target.kv_specs] == [5, 5, 5]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [list(range(20)), [40]]
+    outputs = run_engine(Engine(target, serve(load_drafter_model(directory, target))), prompts, params)
+    assert [o.token_ids for o in outputs] == [slow_generate(target, p, params).token_ids for p in prompts]
 
 
 @pytest.mark.parametrize("method", TRAINED)
@@ -77,7 +106,7 @@ def test_train_resume_go_on_and_serve(method: str, data: Path, tiny_model: Path)
 
     save_drafter_model(trainer.model, data.parent / "drafter", {})
     target = load_decoder(tiny_model)
-    drafter = serve(load_drafter_model(data.parent / "drafter", target), int8=True)
+    drafter = serve(load_drafter_model(data.parent / "drafter", target), quantised=True)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[1, 2, 3], [40], list(range(20))]
     outputs = run_engine(Engine(target, drafter), prompts, params)

@@ -19,6 +19,7 @@ from dspark.train.data import Sequence, load_sequences
 from dspark.train.features import FeatureSource
 from dspark.train.run_log import LengthWatch
 from dspark.train.setup import draft_vocabulary, drafter_config, token_counts
+from dspark.train.trainable import trainable
 from dspark.train.trainer import Trainer
 from dspark.train.warm_start import (
     bigram_scores,
@@ -322,6 +323,24 @@ def test_tensorboard_is_optional(tmp_path, monkeypatch):
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == len(records)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_tensorboard_reads_what_is_written(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = trainer(tmp_path, tensorboard=True, steps=4)
+    records = list(run.run())
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    for tag, found in (
+        ("loss", [r["loss"] for r in records]),
+        ("overlap/4", [r["overlap"][3] for r in records]),
+    ):
+        scalars = events.Scalars(tag)
+        assert [s.step for s in scalars] == [2, 4]
+        assert [s.value for s in scalars] == pytest.approx(found)
+
+
 def test_warm_started_chains_read_what_the_targets_last_layer_reads():
     """With the token's half silenced, the draft layer is the target's last layer."""
     target = tiny_decoder(kind="qwen3", layers=3, dtype=torch.float32)
@@ -342,21 +361,50 @@ def test_warm_started_chains_read_what_the_targets_last_layer_reads():
     torch.testing.assert_close(hidden, last[0], atol=1e-4, rtol=1e-4)
 
 
-def test_warm_start_of_mtp_copies_the_last_layer():
-    target = tiny_decoder(layers=3, dtype=torch.float32)
+def test_warm_start_of_mtp_copies_the_last_layer_and_fits_what_it_reads():
+    """The only layer of a target reads the embedding: a linear function of one half of what `proj` reads."""
+    target = tiny_decoder(layers=1, dtype=torch.float32)
     model = tiny_chain_model(target, "mtp")
-    copy_into_mtp(model, target)
-    for name, value in target.layers[2].state_dict().items():
+    g = torch.Generator().manual_seed(9)
+    sequences = [Sequence(torch.randint(0, 60, (24,), generator=g).tolist(), 6) for _ in range(21)]
+    copy_into_mtp(model, target, sequences[:20])
+    for name, value in target.layers[0].state_dict().items():
         assert torch.equal(model.layer.state_dict()[name], value)
     assert torch.equal(model.norm.weight, target.norm.weight)
+    ids = torch.tensor(sequences[20].token_ids)  # which the fit has not seen
+    state, wanted = target.hidden_states(ids[None], (0, -1))[0][0].split(32, -1)
+    guess = model.proj(model.join(ids[1:], state[:-1])).detach()
+    assert (guess - wanted[1:]).square().sum() < 0.05 * wanted[1:].square().sum()
 
 
-@pytest.mark.parametrize("copy_into", [copy_into_eagle3, copy_into_mtp])
-def test_warm_start_from_layers_of_another_shape_is_refused(copy_into):
-    method = "eagle3" if copy_into is copy_into_eagle3 else "mtp"
+def test_warm_started_mtp_drafts_before_it_is_trained(tmp_path):
+    warm, cold = (trainer(tmp_path, SEQUENCES, "mtp") for _ in range(2))
+    warm.form.warm_start(warm.features.target, warm.sequences)
+    assert warm.evaluate()["overlap"][0] > 1.5 * cold.evaluate()["overlap"][0]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_warm_start_from_layers_of_another_shape_is_refused(method):
     model = tiny_chain_model(tiny_decoder(dtype=torch.float32), method)
     with pytest.raises(DSparkError, match="qk_norm differs; set warm_start=false"):
-        copy_into(model, tiny_decoder(kind="qwen3", dtype=torch.float32))
+        trainable(model).warm_start(tiny_decoder(kind="qwen3", dtype=torch.float32), SEQUENCES)
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"),
+    [
+        (30, (5, 11, 17, 23, 28)),
+        (36, (6, 13, 21, 28, 34)),
+        (12, (1, 4, 6, 9, 10)),
+        (3, (0, 1)),
+        (2, (-1, 0)),
+        (1, (-1,)),
+    ],
+)
+def test_taps_spread_over_the_target(layers, taps):
+    target = tiny_decoder(layers=layers)
+    assert drafter_config(TrainConfig(), target, 63, 64).taps == taps
+    assert drafter_config(TrainConfig(taps=(0,)), target, 63, 64).taps == (0,)
 
 
 def test_what_a_method_leaves_open():
@@ -370,9 +418,13 @@ def test_what_a_method_leaves_open():
     assert (eagle3.confidence_head, eagle3.markov_rank, eagle3.draft_vocab_size) == (False, 0, 40)
     assert made(method="eagle3", confidence_head=True, taps=(0, 1)).confidence_head
     assert made(method="mtp").taps == (2,)
-    dspark = made(num_layers=5)
+    dspark = made(num_layers=5, markov_rank=40)
     assert (dspark.num_layers, dspark.confidence_head, dspark.mask_token_id) == (5, True, 63)
-    assert not made(method="dflash").confidence_head
+    assert not made(method="dflash", markov_rank=64).confidence_head
+    with pytest.raises(
+        DSparkError, match=r"markov_rank must lie in 0..40, the size of the draft vocabulary, got 41"
+    ):
+        made(markov_rank=41)
     with pytest.raises(DSparkError, match="num_layers must be 1, got 2"):
         made(method="mtp", num_layers=2)
     with pytest.raises(DSparkError, match="taps must name one layer"):

@@ -1,5 +1,7 @@
 """`dspark train`: train a drafter for a target, as a TOML file says. The same command resumes.
 
+Started by `torchrun` or `accelerate launch`, several processes share every step.
+
 The output directory gets log.jsonl, a resume state, and at the end the checkpoint `drafter`, which `--drafter` loads.
 """
 
@@ -45,20 +47,27 @@ def run(args: argparse.Namespace) -> int:
     """Build the trainer, train, export, report."""
     from dspark.cli.terminal import write_json
     from dspark.train.config import TrainConfig
+    from dspark.train.distributed import join_processes
     from dspark.train.export import average_states, export_drafter
     from dspark.train.setup import build_trainer
 
     started = time.perf_counter()
+    config = TrainConfig.load(args.config, args.set)
+    processes = join_processes(config.device)
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
-    trainer = build_trainer(TrainConfig.load(args.config, args.set), say)
+    trainer = build_trainer(config, say if processes.is_first else lambda message: None, processes)
     if args.average:
         average_states(trainer, args.average)
     elif not args.export:
         try:
             _train(trainer, say)
         except KeyboardInterrupt:
-            print(_stopped(trainer), file=sys.stderr)
+            if processes.is_first:
+                print(_stopped(trainer), file=sys.stderr)
             return 130
+    processes.leave()
+    if not processes.is_first:
+        return 0
     directory, provenance = export_drafter(trainer)
     say(f"drafter written to {directory}")
     if args.json:
@@ -81,6 +90,10 @@ def _train(trainer: Trainer, say: Any) -> None:
             return "estimating the time left"
         return f"{duration((steps - trainer.step) * (time.perf_counter() - started) / done)} left"
 
+    if not trainer.processes.is_first:
+        for _ in trainer.run():
+            raise AssertionError("the first process alone reports")
+        return
     if first < steps:
         say(f"training from step {first} to {steps}, evaluating every {trainer.config.eval_every} steps")
     with StatusLine(lambda: f"step {trainer.step} of {steps}, {trainer.blocks} blocks, {left()}"):

@@ -11,10 +11,11 @@ from torch import Tensor
 from dspark.core import Draft, Request
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.base import ObserveBatch, ProposeBatch
+from dspark.drafters.quantise import can_quantise, quantise
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
 from dspark.kernels.layers import CompiledContext
 from dspark.kernels.linear import pack_linear, pack_linears
-from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears, supports, supports_integers
+from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, supports_integers
 from dspark.kernels.program import Rotation
 from dspark.kv import KVPool
 from dspark.randomness import Purpose
@@ -31,11 +32,11 @@ class BlockDrafter:
     draft cache follows commits and, sharing the block table, rollbacks. `propose` runs one parallel pass over
     all blocks, then the sequential head slot by slot (eq. 4).
 
-    `int8` quantises the drafter's matrices where a kernel for that exists (float32 on a CPU). Output stays
-    exact: p_d is whatever the served drafter computes.
+    `quantised` rounds the drafter's matrices where a kernel for that exists (float32 on a CPU): those of its layers to
+    4 bits, the others to 8. Output stays exact: p_d is whatever the served drafter computes.
     """
 
-    def __init__(self, model: BlockDrafterModel, int8: bool = False) -> None:
+    def __init__(self, model: BlockDrafterModel, quantised: bool = False) -> None:
         config = model.config
         self.model = model.requires_grad_(False).eval()
         self.name = config.method
@@ -49,9 +50,11 @@ class BlockDrafter:
             weights.append(layer.qkv_proj.weight[layer.heads * layer.head_dim :])
         projection = torch.cat(weights)  # all draft layers in one product
         self._context_kv: Callable[[Tensor], Tensor]
-        if int8 and can_quantise(projection):
-            self._context_kv = LowBitLinear(QuantizedWeight.from_float(projection), integer=supports_integers())
-            lowbit_linears(model, integer=supports_integers())
+        if quantised and can_quantise(projection):
+            self._context_kv = LowBitLinear(
+                QuantizedWeight.from_float(projection), integer=supports_integers()
+            )
+            quantise(model)
         else:
             self._context_kv = pack_linear(projection)
         pack_linears(model)
@@ -161,12 +164,6 @@ def compiled_context(
     rotation = Rotation(0, layers[0].kv_heads, layers[0].head_dim, rotary.cos, rotary.sin)
     assert model.hidden_norm.eps is not None
     return CompiledContext(fc, gain, context_kv, norms, rotation, model.hidden_norm.eps)
-
-
-def can_quantise(weight: Tensor) -> bool:
-    """Whether the low-bit kernels take this weight."""
-    fits = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
-    return fits and supports()
 
 
 class _Block:

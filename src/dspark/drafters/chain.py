@@ -11,10 +11,11 @@ from torch import Tensor
 from dspark.core import Draft, Request
 from dspark.drafters.autoregressive import AutoregressiveModel
 from dspark.drafters.base import ObserveBatch, ProposeBatch
+from dspark.drafters.quantise import can_quantise, quantise
 from dspark.drafters.slots import SlotSampler
 from dspark.kernels.attention import AttentionPlan, paged_attention, store_kv
 from dspark.kernels.linear import pack_linear, pack_linears
-from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, lowbit_linears, supports, supports_integers
+from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, supports_integers
 from dspark.kv import KVPool
 
 __all__ = ["ChainDrafter"]
@@ -27,11 +28,11 @@ class ChainDrafter:
     a round's drafts see true features only. `propose` starts at the last committed position, whose feature is
     kept from `observe`, and writes the chain's rows beyond the valid length.
 
-    `int8` quantises the drafter's matrices where a kernel for that exists (float32 on a CPU). Output stays
-    exact: p_d is whatever the served drafter computes.
+    `quantised` rounds the drafter's matrices where a kernel for that exists (float32 on a CPU): those of its layers to
+    4 bits, the others to 8. Output stays exact: p_d is whatever the served drafter computes.
     """
 
-    def __init__(self, model: AutoregressiveModel, int8: bool = False) -> None:
+    def __init__(self, model: AutoregressiveModel, quantised: bool = False) -> None:
         self.model = model.requires_grad_(False).eval()
         self.name = model.config.method
         self.deterministic = False
@@ -40,10 +41,9 @@ class ChainDrafter:
         self.kv_specs = model.config.layer_config.kv_specs
         weight = model.kv_weight()
         self._project: Callable[[Tensor], Tensor]
-        fits = weight.dtype == torch.float32 and weight.device.type == "cpu"
-        if int8 and fits and weight.shape[1] % 32 == 0 and supports():
+        if quantised and can_quantise(weight):
             self._project = LowBitLinear(QuantizedWeight.from_float(weight), integer=supports_integers())
-            lowbit_linears(model, integer=supports_integers())
+            quantise(model)
         else:
             self._project = pack_linear(weight)
         pack_linears(model)

@@ -78,7 +78,11 @@ class DrafterConfig:
             ),
             (bool(self.taps), "taps must name at least one target layer"),
             (mask is None or 0 <= mask < self.vocab_size, f"mask_token_id {mask} is outside the vocabulary"),
-            (self.markov_rank >= 0, f"markov_rank must be 0 or more, got {self.markov_rank}"),
+            (
+                0 <= self.markov_rank <= (size or self.vocab_size),
+                f"markov_rank must lie in 0..{size or self.vocab_size}, the size of the draft vocabulary, "
+                f"got {self.markov_rank}",
+            ),
             (
                 self.markov_head_type in HEAD_TYPES,
                 f"markov_head_type must be one of {HEAD_TYPES}, got {self.markov_head_type!r}",

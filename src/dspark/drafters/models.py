@@ -27,9 +27,9 @@ def build_model(config: DrafterConfig) -> DrafterModel:
     return _MODELS[config.method](config)
 
 
-def serve(model: DrafterModel, int8: bool = False) -> Drafter:
-    """The drafter that serves `model`; takes it over (weights are laid out for serving, `int8`: quantised)."""
+def serve(model: DrafterModel, quantised: bool = False) -> Drafter:
+    """The drafter that serves `model`; takes it over (weights are laid out for serving, `quantised`: in few bits)."""
     if isinstance(model, AutoregressiveModel):
-        return ChainDrafter(model, int8)
+        return ChainDrafter(model, quantised)
     assert isinstance(model, BlockDrafterModel)
-    return BlockDrafter(model, int8)
+    return BlockDrafter(model, quantised)

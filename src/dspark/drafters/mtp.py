@@ -38,5 +38,9 @@ class MTPModel(AutoregressiveModel):
     ) -> Tensor:
         return self.layer(self._enter(token_ids, feature), rotary, attend)
 
+    def join(self, token_ids: Tensor, feature: Tensor) -> Tensor:
+        """What `proj` reads: [N], [N, H] -> [N, 2 * H]."""
+        return torch.cat((self.hidden_norm(feature), self.embed_norm(self.embed(token_ids))), -1)
+
     def _enter(self, token_ids: Tensor, feature: Tensor) -> Tensor:
-        return self.proj(torch.cat((self.hidden_norm(feature), self.embed_norm(self.embed(token_ids))), -1))
+        return self.proj(self.join(token_ids, feature))

@@ -84,13 +84,13 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
     copies = _whole(config, "prompt_lookup_num_tokens", least=0)
     if copies:
         lookup_min, lookup_max = _lookup_sizes(config)
-        drafter = LookupFirst(serve(model, int8=True), block, copies, lookup_min, lookup_max)
+        drafter = LookupFirst(serve(model, quantised=True), block, copies, lookup_min, lookup_max)
         return drafter, FixedLength(drafter.max_draft)
     if {"prompt_lookup_min", "prompt_lookup_max"} & set(config):
         raise DSparkError(
             f"the sizes of a prompt lookup have no meaning for {method} without prompt_lookup_num_tokens: set that too"
         )
-    return serve(model, int8=True), FixedLength(block)
+    return serve(model, quantised=True), FixedLength(block)
 
 
 def _lookup_sizes(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -68,7 +68,10 @@ class QuantizedWeight:
 
     @staticmethod
     def from_float(weight: torch.Tensor, bits: int = 8) -> QuantizedWeight:
-        """Round weight [out, in] to the nearest codes: symmetric with 8 bits, from minimum to maximum with 4.
+        """Round weight [out, in] to the nearest codes: symmetric with 8 bits, within a range with 4.
+
+        With 4 bits the range of a block is from its minimum to its maximum, or shrunk by up to a quarter if
+        that errs less (sum of squares).
 
         Raises:
             DSparkError: `in` is no multiple of 32, or `bits` is neither 4 nor 8.
@@ -81,12 +84,29 @@ class QuantizedWeight:
             scale = (rows.abs().amax(-1) / 127).half()
             codes = (rows / _nonzero(scale)[..., None]).round().clamp(-127, 127).to(torch.int8)
             return QuantizedWeight(codes.view(out, size), scale, None, 8)
-        minimum = rows.amin(-1).half()
-        scale = ((rows.amax(-1) - minimum.float()) / 15).half()
-        steps = (rows - minimum.float()[..., None]) / _nonzero(scale)[..., None]
-        codes = steps.round().clamp(0, 15).to(torch.uint8)
+        tries = [QuantizedWeight._from_range(rows, shrink) for shrink in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)]
+        errors = torch.stack(
+            [
+                (scale.float()[..., None] * codes + minimum.float()[..., None] - rows).square().sum(-1)
+                for codes, scale, minimum in tries
+            ]
+        )
+        best = errors.argmin(0)[None]  # [1, out, blocks]
+        scale, minimum = (torch.stack([t[i] for t in tries]).gather(0, best)[0] for i in (1, 2))
+        index = best[..., None].expand(1, *rows.shape)
+        codes = torch.stack([t[0] for t in tries]).gather(0, index)[0]
         packed = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << 4
         return QuantizedWeight(packed.view(out, size // 2), scale, minimum, bits)
+
+    @staticmethod
+    def _from_range(rows: torch.Tensor, shrink: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """4-bit codes of rows [out, blocks, 32], scales and minima, with ranges `shrink` times as wide."""
+        low, high = rows.amin(-1), rows.amax(-1)
+        middle, half = (low + high) / 2, (high - low) / 2 * shrink
+        minimum = (middle - half).half()
+        scale = ((middle + half - minimum.float()) / 15).half()
+        steps = (rows - minimum.float()[..., None]) / _nonzero(scale)[..., None]
+        return steps.round().clamp(0, 15).to(torch.uint8), scale, minimum
 
 
 def _nonzero(scale: torch.Tensor) -> torch.Tensor:

@@ -75,10 +75,10 @@ class KVPool:
                 self.v.append(self.v[spec.shares])
                 continue
             shape = (num_blocks, spec.num_heads, spec.head_dim, block_size)
-            try:
-                self.k.append(torch.zeros(shape, dtype=dtype, device=device))
+            try:  # not filled: what is beyond a valid length is never read, and untouched pages take no memory
+                self.k.append(torch.empty(shape, dtype=dtype, device=device))
                 self.v.append(
-                    torch.zeros((*shape[:2], block_size, spec.head_dim), dtype=dtype, device=device)
+                    torch.empty((*shape[:2], block_size, spec.head_dim), dtype=dtype, device=device)
                 )
             except RuntimeError:
                 raise DSparkError(

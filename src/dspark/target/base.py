@@ -61,6 +61,11 @@ class Target(Protocol):
     identity: str  # names the weights: drafter checkpoints are bound to it
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        ...
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """Of the KV pool."""
         ...

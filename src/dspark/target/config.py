@@ -11,7 +11,7 @@ __all__ = ["DecoderConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Llama / SmolLM, Qwen2 (attention bias) and Qwen3 (per-head q/k norm) are points of this space.
+    """Llama / SmolLM, Mistral (one window for all layers), Qwen2 (attention bias), Qwen3 (per-head q/k norm).
 
     `windows[i]`: the attention window of layer i, None for full attention.
     """

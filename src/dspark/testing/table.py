@@ -40,7 +40,7 @@ class TableTarget:
         self.max_context = max_context
         self.eos_token_ids = eos_token_ids
         self.kv_specs: tuple[LayerKV, ...] = ()
-        self.kv_dtype = torch.float64
+        self.dtype = self.kv_dtype = torch.float64
         self.device = torch.device("cpu")
         self.identity = "table"
         self.forwards = 0

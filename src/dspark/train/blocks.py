@@ -6,9 +6,11 @@ sequence, where every block sees that sequence's context strictly before its anc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,11 @@ class BlockBatch:
     last_hidden: Tensor  # [n, gamma, H]: input of the LM head that predicts each slot
     log_normalizer: Tensor  # [n, gamma]
     next_tokens: Tensor  # [T] int64: the token behind each context position (0 behind a sequence's last)
+
+    def to(self, device: torch.device) -> BlockBatch:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **moved)
 
     @property
     def gamma(self) -> int:

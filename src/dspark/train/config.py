@@ -21,13 +21,14 @@ class TrainConfig:
     """Everything a run depends on. Unknown keys are refused.
 
     `method`: dspark, dflash, eagle3 or mtp; `num_layers`, `taps` and `confidence_head` default to what suits it
-    (`METHOD_DEFAULTS`), `block_size` is the longest block or chain. `steps` steps of `sequences_per_step`
-    sequences with up to `anchors_per_sequence` anchors each, worked through in `accumulate` parts: the same step
-    in less memory. `dtype` is the precision of the target's features and of the products ("bfloat16" or
-    "float32"); weights and the optimiser stay float32. `features`: "compute" the target's features whenever they
-    are needed, keep them in "memory", or on "disk" in `feature_dir` (by default `output`/features), where later
-    runs find them. `init_from`: start from the weights, vocabulary and mask token of a resume state or a drafter.
-    `tensorboard`: write its event files beside log.jsonl.
+    and the target's depth (`METHOD_DEFAULTS`), `block_size` is the longest block or chain. `steps` steps of
+    `sequences_per_step` sequences with up to `anchors_per_sequence` anchors each, which all processes share; each
+    works through its own in `accumulate` parts: the same step in less memory. `dtype` is the precision of the
+    target's features and of the products ("bfloat16" or "float32"); weights and the optimiser stay float32.
+    `features`: "compute" the target's features whenever they are needed, keep them in "memory", or on "disk" in
+    `feature_dir` (by default `output`/features), where later runs find them. `device`: "auto" (a GPU where there is
+    one), "cpu" or "cuda". `init_from`: start from the weights, vocabulary and mask token of a resume state
+    or a drafter. `tensorboard`: write its event files beside log.jsonl.
     """
 
     target: str = "smollm2-135m"
@@ -70,6 +71,7 @@ class TrainConfig:
     save_every: int = 250
     seed: int = 0
     threads: int | None = None
+    device: str = "auto"
     init_from: str | None = None
     tensorboard: bool = False
 
@@ -85,6 +87,8 @@ class TrainConfig:
             raise DSparkError(
                 f"training option features must be compute, memory or disk, got {self.features!r}"
             )
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise DSparkError(f"training option device must be auto, cpu or cuda, got {self.device!r}")
         counts = (
             "block_size",
             "num_layers",

@@ -23,13 +23,14 @@ def export_drafter(trainer: Trainer, directory: Path | None = None) -> Exported:
     """Write the checkpoint of the trainer's current weights; returns its directory and provenance.
 
     `directory` is by default `drafter` in the run's output. The provenance (configuration without the names of
-    local directories, steps, measures on held-out answers, versions) is kept in the checkpoint's config.json.
+    local directories and devices, steps, measures on held-out answers, versions) is kept in the checkpoint's
+    config.json. Of several processes the first does this.
     """
     directory = directory or trainer.output / "drafter"
     config = trainer.config.as_dict()
     config["target"] = Path(trainer.config.target).name
     config["data"] = [Path(p).name for p in trainer.config.data]
-    for local in ("output", "init_from", "feature_dir"):
+    for local in ("output", "init_from", "feature_dir", "device"):
         config.pop(local, None)
     provenance = {
         "steps": trainer.step,

@@ -25,28 +25,37 @@ class FeatureStore:
     """Named groups of tensors per sequence, found by the sequence's tokens.
 
     A directory of `shard-NNNNN.safetensors` and `index.json`. Shards are never rewritten: data may grow, and a
-    run that is killed loses at most the shard that was not yet full. Tensors come back bit for bit.
+    run that is killed loses at most the shard that was not yet full. Tensors come back bit for bit. Several
+    processes may share a directory: each writes shards and an index of its own, and reads all.
 
     Args:
         directory: made when missing.
         origin: what the features depend on (target, taps, precision); a directory of another origin is refused.
+        writer: this process's number among those that write at the same time.
 
     Raises:
         DSparkError: the directory holds features of another origin or cannot be read.
     """
 
-    def __init__(self, directory: Path, origin: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, origin: dict[str, Any], writer: int = 0) -> None:
         self.directory, self.origin = directory, origin
         self._where: dict[str, str] = {}  # key -> shard
         self._open: dict[str, Any] = {}
         self._pending: dict[str, dict[str, torch.Tensor]] = {}
         self._pending_bytes = 0
-        self._shards = 0
-        index = directory / "index.json"
-        if index.exists():
-            self._read_index(index)
+        self._mark = f"-{writer}" if writer else ""
+        self._written: dict[str, list[str]] = {}  # this writer's shards -> keys
+        self._refresh()
 
-    def _read_index(self, path: Path) -> None:
+    def _refresh(self) -> None:
+        """Take in what the indexes say, those of other writers too."""
+        for path in sorted(self.directory.glob("index*.json")):
+            shards = self._read_index(path)
+            self._where |= {key: shard for shard, keys in shards.items() for key in keys}
+            if path.name == f"index{self._mark}.json":
+                self._written = shards
+
+    def _read_index(self, path: Path) -> dict[str, list[str]]:
         try:
             content = json.loads(path.read_text("utf-8"))
             origin, shards = content["origin"], content["shards"]
@@ -56,8 +65,7 @@ class FeatureStore:
             raise DSparkError(
                 f"{path.parent} holds features of {origin}, this run needs {self.origin}: name another feature_dir"
             )
-        self._shards = len(shards)
-        self._where = {key: shard for shard, keys in shards.items() for key in keys}
+        return dict(shards)
 
     def __len__(self) -> int:
         return len(self._where) + len(self._pending)
@@ -92,23 +100,23 @@ class FeatureStore:
 
     def flush(self) -> None:
         """Write what is pending as a shard, then the index: a shard that the index lacks is overwritten later."""
-        if not self._pending:
-            return
+        if self._pending:
+            self._write()
+        self._refresh()
+
+    def _write(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        shard = f"shard-{self._shards:05d}.safetensors"
+        shard = f"shard{self._mark}-{len(self._written):05d}.safetensors"
         flat = {
             f"{k}.{name}": t.contiguous() for k, group in self._pending.items() for name, t in group.items()
         }
         save_file(flat, self.directory / shard)
-        self._where |= dict.fromkeys(self._pending, shard)
-        self._shards += 1
+        self._written[shard] = list(self._pending)
         self._pending, self._pending_bytes = {}, 0
-        shards: dict[str, list[str]] = {}
-        for key, name in self._where.items():
-            shards.setdefault(name, []).append(key)
-        part = self.directory / "index.json.part"
-        part.write_text(json.dumps({"format": FORMAT, "origin": self.origin, "shards": shards}), "utf-8")
-        part.replace(self.directory / "index.json")
+        content = {"format": FORMAT, "origin": self.origin, "shards": self._written}
+        part = self.directory / f"index{self._mark}.json.part"
+        part.write_text(json.dumps(content), "utf-8")
+        part.replace(self.directory / f"index{self._mark}.json")
 
 
 def _key(sequence: Sequence) -> str:

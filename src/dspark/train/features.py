@@ -24,6 +24,9 @@ class Features:
     last_hidden: Tensor  # [S, H] after the final norm: input of the LM head
     log_normalizer: Tensor  # [S] float32: logsumexp of the full-vocabulary logits
 
+    def to(self, device: torch.device | str) -> Features:
+        return Features(self.taps.to(device), self.last_hidden.to(device), self.log_normalizer.to(device))
+
 
 class FeatureSource:
     """Runs the frozen target over sequences, and remembers what it found where that is wanted.
@@ -33,10 +36,16 @@ class FeatureSource:
             the processor has matrix units for it).
         keep: "compute" them every time, keep them in "memory", or on "disk" (`bytes_per_token` each).
         directory: where, for "disk".
+        writer: the number of this process among those that write there.
     """
 
     def __init__(
-        self, target: Decoder, taps: tuple[int, ...], keep: str = "compute", directory: Path | None = None
+        self,
+        target: Decoder,
+        taps: tuple[int, ...],
+        keep: str = "compute",
+        directory: Path | None = None,
+        writer: int = 0,
     ) -> None:
         self.target, self.taps, self.keep = target, taps, keep
         self._kept: dict[int, Features] = {}
@@ -45,7 +54,7 @@ class FeatureSource:
             assert directory is not None
             dtype = str(target.dtype).removeprefix("torch.")
             origin = {"target": target.identity, "taps": list(taps), "dtype": dtype}
-            self._store = FeatureStore(directory, origin)
+            self._store = FeatureStore(directory, origin, writer)
 
     @property
     def bytes_per_token(self) -> int:
@@ -57,6 +66,7 @@ class FeatureSource:
         return [s for s in sequences if self._store is None or s not in self._store]
 
     def __call__(self, sequences: Seq[Sequence]) -> list[Features]:
+        """On the target's device; what is kept lies in main memory."""
         return [self._find(sequence) for sequence in sequences]
 
     def flush(self) -> None:
@@ -68,13 +78,16 @@ class FeatureSource:
         if self._store is not None:
             names = ("taps", "last_hidden", "log_normalizer")
             if (stored := self._store.get(sequence, names)) is not None:
-                return Features(*stored)
+                return Features(*stored).to(self.target.device)
             features = self.compute(sequence)
-            self._store.put(sequence, {name: getattr(features, name) for name in names})
+            kept = features.to("cpu")
+            self._store.put(sequence, {name: getattr(kept, name) for name in names})
             return features
-        features = self._kept.get(id(sequence)) or self.compute(sequence)
+        if (found := self._kept.get(id(sequence))) is not None:
+            return found.to(self.target.device)
+        features = self.compute(sequence)
         if self.keep == "memory":
-            self._kept[id(sequence)] = features
+            self._kept[id(sequence)] = features.to("cpu")
         return features
 
     @torch.no_grad()

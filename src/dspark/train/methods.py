@@ -20,9 +20,12 @@ class MethodDefaults:
 
 
 def _spread(num_layers: int) -> tuple[int, ...]:
-    """The shipped drafter's taps, for a target of 30 layers."""
-    del num_layers
-    return (5, 11, 17, 23, 28)
+    """Five states a fifth of the layers apart: 5, 11, 17, 23, 28 of 30.
+
+    The last one is what the target's last layer reads: `copy_last_layers` makes it the context.
+    """
+    ends = (round(i * num_layers / 5) - 1 for i in range(1, 6))
+    return tuple(sorted({max(-1, min(end, num_layers - 2)) for end in ends}))
 
 
 def _low_middle_high(num_layers: int) -> tuple[int, ...]:

@@ -32,7 +32,8 @@ class RunLog:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise DSparkError(
-                    "tensorboard logs need the package: pip install tensorboard, or set tensorboard=false"
+                    "tensorboard logs need the package: pip install tensorboard (or 'dspark[train]'), or set "
+                    "tensorboard=false"
                 ) from None
             self._board = SummaryWriter(str(directory / "tensorboard"))
 

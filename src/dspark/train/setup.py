@@ -21,7 +21,9 @@ from dspark.target.tokenizer import Tokenizer
 from dspark.target.zoo import resolve
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences, split
+from dspark.train.distributed import Processes, join_processes
 from dspark.train.methods import METHOD_DEFAULTS
+from dspark.train.states import own_weights, read_state
 from dspark.train.trainer import Trainer
 from dspark.train.warm_start import bigram_scores, grow_layers, init_head_from_bigrams, share_embeddings
 
@@ -77,8 +79,14 @@ def drafter_config(
     )
 
 
-def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) -> Trainer:
-    """Everything ready to `run()`; resumes when the output directory holds a state."""
+def build_trainer(
+    config: TrainConfig, report: Callable[[str], None] = print, processes: Processes | None = None
+) -> Trainer:
+    """Everything ready to `run()`; resumes when the output directory holds a state.
+
+    `processes`: those that share the steps, where the caller has joined them already.
+    """
+    processes = processes or join_processes(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -117,7 +125,7 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
             start = {**start, "model": grown}
             start.pop("optimizer", None)  # its moments are for other parameters
             report(f"new layers between those of {config.init_from}, up to {model.config.num_layers}")
-    trainer = Trainer(config, model, target, train, held_out)
+    trainer = Trainer(config, model, target, train, held_out, processes)
     if config.features != "compute":
         tokens = sum(len(s.token_ids) for s in trainer.features.missing(train))
         size = tokens * trainer.features.bytes_per_token / 1e9
@@ -128,7 +136,7 @@ def build_trainer(config: TrainConfig, report: Callable[[str], None] = print) ->
         trainer.start_from(start, Path(str(config.init_from)))
         report(f"goes on from {config.init_from}, {trainer.blocks} blocks so far")
     elif config.warm_start:
-        trainer.form.warm_start(target)
+        trainer.form.warm_start(target, train)
         _start_head(model, target, tokenizer, counts, config, report)
     return trainer
 
@@ -144,13 +152,10 @@ def _starting_point(path: Path, target: Decoder) -> dict[str, Any]:
     """What a resume state, or a drafter checkpoint (a directory), gives to start from."""
     if path.is_dir():
         loaded = load_drafter_model(path, target)
-        frozen = ("embed.", "lm_head.")
-        weights = {k: v for k, v in loaded.state_dict().items() if not k.startswith(frozen)}
-        return {"model": weights, "mask_token_id": loaded.config.mask_token_id}
+        return {"model": own_weights(loaded), "mask_token_id": loaded.config.mask_token_id}
     if not path.is_file():
         raise DSparkError(f"init_from {path} does not exist; give a state.pt or a drafter directory")
-    state: dict[str, Any] = torch.load(path, weights_only=True)
-    return state
+    return read_state(path)
 
 
 def _start_head(
@@ -168,8 +173,8 @@ def _start_head(
     prefix = torch.tensor(tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}]))[-3:]
     seen = counts.nonzero().squeeze(1)  # a token that never occurs starts without a bias
     scores = torch.zeros(target.vocab_size, len(model.vocab), dtype=torch.bfloat16)
-    scores[seen] = bigram_scores(target, seen, model.vocab, prefix)
+    scores[seen] = bigram_scores(target, seen, model.vocab, prefix).cpu()
     share = init_head_from_bigrams(
-        model, scores, counts + 0.5, counts[model.vocab] + 0.5, config.bigram_strength, config.seed
+        model, scores, counts + 0.5, counts[model.vocab.cpu()] + 0.5, config.bigram_strength, config.seed
     )
     report(f"sequential head starts with {100 * share:.0f}% of the bigram table's weight")

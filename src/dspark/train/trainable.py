@@ -7,6 +7,7 @@ checkpoints are the same for all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from dspark.core import DSparkError
@@ -17,6 +18,7 @@ from dspark.drafters.mtp import MTPModel
 from dspark.target.decoder import Decoder
 from dspark.train.blocks import BlockBatch, BlockOutput, block_forward
 from dspark.train.chains import chain_forward
+from dspark.train.data import Sequence
 from dspark.train.warm_start import copy_into_eagle3, copy_into_mtp, copy_last_layers
 
 __all__ = ["TrainableDrafter", "trainable"]
@@ -39,8 +41,8 @@ class TrainableDrafter(Protocol):
         """
         ...
 
-    def warm_start(self, target: Decoder) -> None:
-        """Start from the target's weights.
+    def warm_start(self, target: Decoder, sequences: Seq[Sequence]) -> None:
+        """Start from the target's weights; `sequences` show what it computes with them.
 
         Raises:
             DSparkError: the layers have another shape.
@@ -56,7 +58,8 @@ class _Block:
     def forward(self, batch: BlockBatch) -> BlockOutput:
         return block_forward(self.model, batch)
 
-    def warm_start(self, target: Decoder) -> None:
+    def warm_start(self, target: Decoder, sequences: Seq[Sequence]) -> None:
+        del sequences
         copy_last_layers(self.model, target)
 
 
@@ -69,7 +72,8 @@ class _Eagle3:
     def forward(self, batch: BlockBatch) -> BlockOutput:
         return chain_forward(self.model, batch)
 
-    def warm_start(self, target: Decoder) -> None:
+    def warm_start(self, target: Decoder, sequences: Seq[Sequence]) -> None:
+        del sequences
         copy_into_eagle3(self.model, target)
 
 
@@ -84,8 +88,8 @@ class _MTP:
     def forward(self, batch: BlockBatch) -> BlockOutput:
         return chain_forward(self.model, batch)
 
-    def warm_start(self, target: Decoder) -> None:
-        copy_into_mtp(self.model, target)
+    def warm_start(self, target: Decoder, sequences: Seq[Sequence]) -> None:
+        copy_into_mtp(self.model, target, sequences)
 
 
 _FORMS: dict[type[Any], Callable[[Any], TrainableDrafter]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from itertools import pairwise
@@ -20,16 +19,18 @@ from dspark.target.decoder import Decoder
 from dspark.train.blocks import BlockBatch, draw_anchors, make_batch, slot_mask
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence
+from dspark.train.distributed import Processes
 from dspark.train.features import FeatureSource
 from dspark.train.losses import BlockLoss, LossWeights, block_loss, slot_weights
 from dspark.train.run_log import LengthWatch, RunLog
+from dspark.train.states import load_weights, mean_weights, own_weights, read_state, write_state
 from dspark.train.trainable import trainable
 
-__all__ = ["Trainer", "load_weights"]
+__all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains `model` against `target` on `sequences`; evaluates on `held_out`.
+    """Trains `model` against `target` on `sequences`; evaluates on `held_out`. Both move to the processes' device.
 
     What a step sees depends on (seed, step) alone, so a resumed run repeats the uninterrupted one.
     """
@@ -41,17 +42,28 @@ class Trainer:
         target: Decoder,
         sequences: list[Sequence],
         held_out: list[Sequence],
+        processes: Processes | None = None,
     ) -> None:
-        self.config, self.model, self.form = config, model, trainable(model)
+        self.processes = processes or Processes(torch.device("cpu"))
+        self.device = self.processes.device
+        if self.processes.count > config.sequences_per_step:
+            raise DSparkError(
+                f"{self.processes.count} processes need a sequence each: set sequences_per_step to at least that, "
+                f"it is {config.sequences_per_step}"
+            )
+        target.to(self.device)
+        self.config, self.model, self.form = config, model.to(self.device), trainable(model)
         self.sequences, self.held_out = sequences, held_out
         directory = Path(config.feature_dir) if config.feature_dir else Path(config.output) / "features"
-        self.features = FeatureSource(target, model.config.taps, config.features, directory)
+        self.features = FeatureSource(
+            target, model.config.taps, config.features, directory, self.processes.rank
+        )
         self.held_out_features = FeatureSource(target, model.config.taps, "memory")
         self.dtype = getattr(torch, config.dtype)
         model.lm_head.to(self.dtype)  # frozen: cast once, not at every step
         self.output_rows = target.lm_head.weight[model.vocab].to(self.dtype)  # [Vd, H]
-        self.draft_ids = torch.full((model.config.vocab_size,), -1, dtype=torch.int64)
-        self.draft_ids[model.vocab] = torch.arange(len(model.vocab))
+        self.draft_ids = torch.full((model.config.vocab_size,), -1, device=self.device)
+        self.draft_ids[model.vocab] = torch.arange(len(model.vocab), device=self.device)
         self.weights = LossWeights(
             config.ce, config.l1, config.confidence, config.kl, config.regression, config.decay
         )
@@ -68,7 +80,7 @@ class Trainer:
         self.step, self.blocks = 0, 0
         self.averaged_steps: list[int] = []
         self.output = Path(config.output)
-        self.log = RunLog(self.output, config.tensorboard)
+        self.log = RunLog(self.output, config.tensorboard and self.processes.is_first)
 
     def draw(self, step: int) -> list[tuple[Sequence, Tensor]]:
         """The sequences of a step, in an epoch's order, and in each anchors drawn at random."""
@@ -81,18 +93,18 @@ class Trainer:
         return [(s, draw_anchors(s, self.config.anchors_per_sequence, generator)) for s in chosen]
 
     def batch(self, step: int) -> BlockBatch:
-        """All blocks of a step."""
+        """All blocks of a step, whichever process works through them."""
         return self._gather(self.draw(step))
 
     def _gather(self, drawn: Seq[tuple[Sequence, Tensor]]) -> BlockBatch:
         sequences, anchors = zip(*drawn, strict=True)
-        return make_batch(sequences, self.features(sequences), anchors, self.form.slots)
+        return make_batch(sequences, self.features(sequences), anchors, self.form.slots).to(self.device)
 
     def loss(
         self, batch: BlockBatch, total_weight: float | None = None
     ) -> tuple[BlockLoss, Tensor, Tensor, Tensor]:
         """The loss of a batch, with its draft logits [n, gamma, Vd] and `target_probabilities`."""
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             hidden, logits, confidence = self.form.forward(batch)
         with torch.no_grad():
             p_target, rows = self.target_probabilities(batch)
@@ -109,23 +121,24 @@ class Trainer:
         Neighbouring anchors share label positions: each is computed once.
         """
         n, gamma = batch.mask.shape
-        starts = torch.repeat_interleave(
-            torch.tensor([sum(batch.seq_lens[:i]) for i in range(len(batch.seq_lens))]),
-            torch.tensor(batch.counts),
-        )
+        counts, slots = torch.tensor(batch.counts), torch.arange(gamma, device=self.device)
         # Global index of the row that predicts each slot; slots past the end stay inside their sequence.
-        ends = torch.repeat_interleave(torch.tensor(batch.seq_lens), torch.tensor(batch.counts))
-        within = (batch.anchors[:, None] + torch.arange(gamma)).minimum(ends[:, None] - 1)
-        at = starts[:, None] + within
+        ends = torch.repeat_interleave(torch.tensor(batch.seq_lens), counts).to(self.device)
+        within = (batch.anchors[:, None] + slots).minimum(ends[:, None] - 1)
+        at = batch.starts[:, None] + within
         rows, inverse = at.flatten().unique(return_inverse=True)
-        first = torch.zeros(len(rows), dtype=torch.int64)
-        first[inverse] = torch.arange(n * gamma)
+        first = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        first[inverse] = torch.arange(n * gamma, device=self.device)
         hidden = batch.last_hidden.flatten(0, 1)[first].to(self.dtype)
         logits = (hidden @ self.output_rows.T).float() - batch.log_normalizer.flatten()[first][:, None]
         return logits.exp_().to(self.dtype), inverse.unflatten(0, (n, gamma))
 
     def train_step(self) -> dict[str, float]:
-        """One optimiser step; its sequences pass in `accumulate` parts whose gradients add up."""
+        """One optimiser step.
+
+        The processes share its sequences, each works through its own in `accumulate` parts, and all gradients
+        add up to those of the whole step: every part's loss is divided by the weight of all.
+        """
         lr = self.config.lr * _schedule(self.step, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
@@ -135,17 +148,25 @@ class Trainer:
         total_weight = max(1e-9, float((masks * slot_weights(gamma, self.config.decay)).sum()))
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        sums, covered = Counter[str](), torch.zeros(gamma)
-        for part in _parts(drawn, self.config.accumulate):
-            loss, *_ = self.loss(self._gather(part), total_weight)
-            loss.total.backward()
-            sums.update({"loss": float(loss.total.detach()), **{k: float(v) for k, v in loss.terms.items()}})
-            covered += loss.overlap.sum(0)
+        sums = self._backward(self.processes.share(drawn), total_weight)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.processes.add_up([*gradients, *sums.values()])
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
         self.step += 1
         self.blocks += len(masks)
-        return {**sums, "lr": lr, "overlap1": float(covered[0] / masks[:, 0].sum().clamp(min=1))}
+        covered = float(sums.pop("covered")) / max(1, int(masks[:, 0].sum()))
+        return {**{k: float(v) for k, v in sums.items()}, "lr": lr, "overlap1": covered}
+
+    def _backward(self, drawn: Seq[tuple[Sequence, Tensor]], total_weight: float) -> dict[str, Tensor]:
+        """Gradients of these sequences' blocks; the sums of their loss, its terms and the first slot's overlap."""
+        sums: dict[str, Tensor] = {}
+        for part in _parts(drawn, min(self.config.accumulate, len(drawn))):
+            loss, *_ = self.loss(self._gather(part), total_weight)
+            loss.total.backward()
+            found = {"loss": loss.total.detach(), **loss.terms, "covered": loss.overlap[:, 0].sum()}
+            sums = {k: v + sums[k] if sums else v.float() for k, v in found.items()}
+        return sums
 
     @torch.no_grad()
     def evaluate(self, max_sequences: int = 64) -> dict[str, Any]:
@@ -160,7 +181,8 @@ class Trainer:
             part = self.held_out[at : at + 8]
             generator = torch.Generator().manual_seed(at)
             anchors = [draw_anchors(s, 64, generator) for s in part]
-            batch = make_batch(part, self.held_out_features(part), anchors, self.model.config.block_size)
+            features = self.held_out_features(part)
+            batch = make_batch(part, features, anchors, self.model.config.block_size).to(self.device)
             loss, logits, p_target, rows = self.loss(batch)
             # The argmax may lie outside the draft vocabulary.
             outside = p_target.sum(-1) + p_target.amax(-1) < 1
@@ -177,8 +199,12 @@ class Trainer:
         }
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Train to `config.steps`, yielding one log record per evaluation; saves as it goes."""
-        self.output.mkdir(parents=True, exist_ok=True)
+        """Train to `config.steps`, saving as it goes; the first process yields a log record per evaluation.
+
+        Raises:
+            DSparkError: another process resumed at another step.
+        """
+        self._synchronize()
         started, blocks = time.perf_counter(), self.blocks
         losses: list[dict[str, float]] = []
         watch = LengthWatch()
@@ -186,21 +212,27 @@ class Trainer:
             losses.append(self.train_step())
             last = self.step == self.config.steps
             if self.step % self.config.eval_every == 0 or last:
-                rate = (self.blocks - blocks) / (time.perf_counter() - started)
-                mean = {k: sum(r[k] for r in losses) / len(losses) for k in losses[0]}
-                record = {
-                    "step": self.step,
-                    "blocks": self.blocks,
-                    "blocks_per_s": rate,
-                    **mean,
-                    **self.evaluate(),
-                }
-                self.log.write(record)
-                watch.see(record)
+                if self.processes.is_first:
+                    rate = (self.blocks - blocks) / (time.perf_counter() - started)
+                    mean = {k: sum(r[k] for r in losses) / len(losses) for k in losses[0]}
+                    progress = {"step": self.step, "blocks": self.blocks, "blocks_per_s": rate}
+                    record = {**progress, **mean, **self.evaluate()}
+                    self.log.write(record)
+                    watch.see(record)
+                    yield record
                 started, blocks, losses = time.perf_counter(), self.blocks, []
-                yield record
             if self.step % self.config.save_every == 0 or last:
                 self.save()
+        self.processes.wait()
+
+    def _synchronize(self) -> None:
+        """All processes start from the first one's weights, at one step."""
+        if not self.processes.agree(self.step):
+            raise DSparkError(
+                f"not all processes found the state of step {self.step} in {self.output}: they need a file system "
+                "that all of them see"
+            )
+        self.processes.copy_first(own_weights(self.model).values())
 
     def start_from(self, state: dict[str, Any], path: Path) -> None:
         """Take the weights, and the optimiser's moments where they are known, of another run on other data."""
@@ -212,27 +244,23 @@ class Trainer:
     def save(self) -> None:
         """Write the resume state, and features that are not on disk yet; replaced atomically."""
         self.features.flush()
-        frozen = ("embed.", "lm_head.")
-        weights = {k: v for k, v in self.model.state_dict().items() if not k.startswith(frozen)}
+        if not self.processes.is_first:
+            return
         state = {
-            "model": weights,
+            "model": own_weights(self.model),
             "mask_token_id": self.model.config.mask_token_id,
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "blocks": self.blocks,
         }
-        self.output.mkdir(parents=True, exist_ok=True)
-        part = self.output / "state.pt.part"
-        torch.save(state, part)
-        part.replace(self.output / "state.pt")
+        write_state(self.output / "state.pt", state)
 
     def average(self, paths: Seq[Path]) -> None:
         """Take the mean of the weights in several resume states: what a longer decay of the learning rate does."""
-        states = [torch.load(path, weights_only=True) for path in paths]
+        states = [read_state(path) for path in paths]
         for state, path in zip(states, paths, strict=True):
             load_weights(self.model, state, path)
-        mean = {k: _mean([s["model"][k] for s in states]) for k in states[0]["model"]}
-        self.model.load_state_dict(mean, strict=False)
+        self.model.load_state_dict(mean_weights(states), strict=False)
         self.step, self.blocks = states[-1]["step"], states[-1]["blocks"]
         self.averaged_steps = [state["step"] for state in states]
 
@@ -241,7 +269,7 @@ class Trainer:
         path = self.output / "state.pt"
         if not path.exists():
             return False
-        state = torch.load(path, weights_only=True)
+        state = read_state(path)
         load_weights(self.model, state, path)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.blocks = state["step"], state["blocks"]
@@ -252,29 +280,6 @@ def _parts(items: Seq[Any], count: int) -> Iterator[Seq[Any]]:
     """`items` cut into `count` runs as equal as possible."""
     edges = [i * len(items) // count for i in range(count + 1)]
     return (items[a:b] for a, b in pairwise(edges))
-
-
-def _mean(tensors: list[Tensor]) -> Tensor:
-    return torch.stack(tensors).mean(0) if tensors[0].is_floating_point() else tensors[0]
-
-
-def load_weights(model: DrafterModel, state: dict[str, Any], path: Path) -> None:
-    """Load a resume state's weights into a model of the same shape and draft vocabulary.
-
-    Raises:
-        DSparkError: another drafter, or the same on other data: the draft vocabulary would not be the one that the
-            weights were trained for.
-    """
-    weights, own = state["model"], model.state_dict()
-    frozen = {"embed.weight", "lm_head.weight"}
-    same = weights.keys() == own.keys() - frozen and all(v.shape == own[k].shape for k, v in weights.items())
-    mask = state.get("mask_token_id", model.config.mask_token_id)
-    if not same or not torch.equal(weights["vocab"], model.vocab) or mask != model.config.mask_token_id:
-        raise DSparkError(
-            f"{path} belongs to another drafter or to other training data: use its own configuration, "
-            "or another output directory"
-        )
-    model.load_state_dict(weights, strict=False)
 
 
 def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:

@@ -6,6 +6,8 @@ low-rank factorisation of the target's own bigram table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,7 @@ from dspark.drafters.eagle3 import Eagle3Model
 from dspark.drafters.model import DrafterModel
 from dspark.drafters.mtp import MTPModel
 from dspark.target.decoder import Decoder, DecoderLayer
+from dspark.train.data import Sequence
 
 __all__ = [
     "bigram_scores",
@@ -26,6 +29,9 @@ __all__ = [
     "init_head_from_bigrams",
     "share_embeddings",
 ]
+
+FIT_ROWS = 4  # for each of the inputs of a linear fit
+FIT_RIDGE = 0.01  # of the inputs' mean square
 
 
 def share_embeddings(model: DrafterModel, target: Decoder) -> None:
@@ -58,7 +64,7 @@ def copy_last_layers(model: BlockDrafterModel, target: Decoder) -> None:
     model.hidden_norm.weight.data.fill_(1.0)
     hidden = config.hidden_size
     model.fc.weight.data.normal_(std=1e-3)
-    model.fc.weight.data[:, -hidden:] += torch.eye(hidden)
+    model.fc.weight.data[:, -hidden:] += torch.eye(hidden, device=model.fc.weight.device)
 
 
 @torch.no_grad()
@@ -102,18 +108,49 @@ def copy_into_eagle3(model: Eagle3Model, target: Decoder) -> None:
     model.norm.weight.data = target.norm.weight.detach().float().clone()
     hidden = model.config.hidden_size
     model.fc.weight.data.normal_(std=1e-3)
-    model.fc.weight.data[:, -hidden:] += torch.eye(hidden)
+    model.fc.weight.data[:, -hidden:] += torch.eye(hidden, device=model.fc.weight.device)
 
 
 @torch.no_grad()
-def copy_into_mtp(model: MTPModel, target: Decoder) -> None:
-    """Copy the target's last layer and final norm; token and hidden state enter it as their sum."""
+def copy_into_mtp(model: MTPModel, target: Decoder, sequences: Seq[Sequence]) -> None:
+    """Copy the target's last layer and final norm, and fit what enters it on some of `sequences`.
+
+    The row of position t predicts what the target predicts at t + 1, so the copied layer should read what the
+    target's last layer reads there: `proj` starts as the best linear estimate of that from the state at t and the
+    token at t + 1.
+
+    NOTE: their plain sum will not do. It has a norm of about 1 an entry where the layer was trained on tens, so what
+    the layer adds would drown it; and the state at t says what the token at t + 1 is, which is known already.
+    """
     model.layer.load_state_dict(_layer_state(model, target, -1))
     model.norm.weight.data = target.norm.weight.detach().float().clone()
     for norm in (model.hidden_norm, model.embed_norm):
         norm.weight.data.fill_(1.0)
-    model.proj.weight.data.normal_(std=1e-3)
-    model.proj.weight.data += torch.eye(model.config.hidden_size).repeat(1, 2)
+    model.proj.weight.copy_(_fit_last_input(model, target, sequences))
+
+
+def _fit_last_input(model: MTPModel, target: Decoder, sequences: Seq[Sequence]) -> Tensor:
+    """Ridge regression of the last layer's input on `model.join` of the position before: [H, 2 * H].
+
+    Rows weigh by the inverse square of their norm: the first positions of a sequence are many times larger.
+    """
+    hidden, device = model.config.hidden_size, target.device
+    taps = (model.config.taps[0], len(target.layers) - 2)
+    gram = torch.zeros(2 * hidden, 2 * hidden, dtype=torch.float64, device=device)
+    cross = torch.zeros(2 * hidden, hidden, dtype=torch.float64, device=device)
+    rows = 0
+    for sequence in sequences:
+        ids = torch.tensor(sequence.token_ids, device=device)
+        state, wanted = target.hidden_states(ids[None], taps)[0][0].float().split(hidden, -1)
+        x, wanted = model.join(ids[1:], state[:-1]), wanted[1:]
+        weighted = x / wanted.square().mean(-1, keepdim=True).clamp(min=1e-9)
+        gram += weighted.T @ x
+        cross += weighted.T @ wanted
+        rows += len(x)
+        if rows >= FIT_ROWS * 2 * hidden:
+            break
+    gram.diagonal().add_(FIT_RIDGE * gram.diagonal().mean())
+    return torch.linalg.solve(gram, cross).T.float()
 
 
 def _layer_state(model: DrafterModel, target: Decoder, index: int) -> dict[str, Tensor]:
@@ -139,6 +176,7 @@ def bigram_scores(target: Decoder, tokens: Tensor, vocab: Tensor, prefix: Tensor
     Tokens stand behind `prefix`: the first position of a sequence behaves oddly (attention sink).
     """
     rows = []
+    tokens, prefix = tokens.to(target.device), prefix.to(target.device)
     for part in tokens.split(chunk):
         ids = torch.cat((prefix.expand(len(part), -1), part[:, None]), 1)
         _, hidden = target.hidden_states(ids, ())
