@@ -29,6 +29,8 @@ def test_shipped_policies(capsys):
     assert sorted(live.items()) == [
         ("greedy", False), ("one-hot drafts", False), ("ratio, T > 0", True), ("shared noise", False),
     ]  # fmt: skip
+    auto = {setting: row["biased"] for (name, setting), row in rows.items() if name == "auto"}
+    assert auto == dict.fromkeys(live, False), "auto looks where it may: each of these is tried"
 
 
 def test_text_shows_verdicts_and_the_witness(capsys):

@@ -250,6 +250,15 @@ def test_chat_keeps_history(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
     assert llms[0].engine.prompts == [first, second, third, "<system>S<user>four<assistant>"]
 
 
+def test_chat_schedules_as_generate_does(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--policy", "threshold", "--threshold", "0.4", "--acceptance", "shared_noise"]
+    assert chat(monkeypatch, ["one"], "--max-tokens", "1", *options) == 0
+    config = llms[0].config
+    assert {key: config[key] for key in ("policy", "threshold", "acceptance")} == {
+        "policy": "threshold", "threshold": 0.4, "acceptance": "shared_noise",
+    }  # fmt: skip
+
+
 def test_chat_drops_the_oldest_turns_and_says_so(
     llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,7 +164,7 @@ def test_inspect_prints_markdown_with_warnings_and_a_drafters_coverage(
     config = DrafterConfig(
         method="dspark", block_size=3, num_layers=1, hidden_size=32, intermediate_size=64, num_heads=4,
         num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4, qk_norm=False, max_context=128, vocab_size=64,
-        mask_token_id=1, taps=(0,), markov_rank=4, draft_vocab_size=2,
+        mask_token_id=1, taps=(0,), markov_rank=2, draft_vocab_size=2,
     )  # fmt: skip
     model = BlockDrafterModel(config)
     model.vocab.copy_(torch.tensor([0, 1]))

@@ -38,6 +38,8 @@ def request(tokens, uid=0, temperature=0.0):
 
 def propose(drafter, requests, lengths):
     pool = KVPool(drafter.kv_specs, 8 * len(requests))
+    for memory in (*pool.k, *pool.v):
+        memory.zero_()  # nothing was observed: the context would be whatever lay there
     drafter.attach(pool, 0)
     tables = np.arange(8 * len(requests)).reshape(len(requests), 8)
     rows = SamplingRows.of(requests)

@@ -18,12 +18,14 @@ from dspark.acceptance import (
     tolerates_live,
 )
 from dspark.core import DSparkError, SamplingParams
+from dspark.drafters.lookup import LookupFirst
 from dspark.drafters.ngram import NgramDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.schedule.cost import DraftCost, TableCost
 from dspark.schedule.policies import FixedLength, GlobalScheduler, LaggedScheduler, PrefixScheduler, Threshold
 from dspark.testing import ScriptedDrafter, TableTarget, fresh_pass, run_engine, tiny_decoder, tiny_drafter
+from dspark.testing.chain import tiny_chain_drafter
 
 V = 24
 TARGET = tiny_decoder(seed=3, vocab_size=V, layers=2, hidden=16, max_context=64, eos_token_ids=(5,))
@@ -42,6 +44,10 @@ DRAFTERS = {
     "dspark, rnn": lambda: tiny_drafter(TARGET, "dspark", "rnn", 4, None),
     "dflash": lambda: tiny_drafter(TARGET, "dflash", "vanilla", 4, None),
     "ngram": lambda: NgramDrafter(4, 2, 1),
+    "eagle3": lambda: tiny_chain_drafter(TARGET),
+    "eagle3, pruned": lambda: tiny_chain_drafter(TARGET, draft_vocab_size=9),
+    "mtp": lambda: tiny_chain_drafter(TARGET, "mtp"),
+    "dspark and copies": lambda: LookupFirst(tiny_drafter(TARGET, "dspark", "vanilla", 4, None), 4, 4, 1, 2),
     "target itself": lambda: ScriptedDrafter.copy_target(TARGET, 4),
     "wrong": lambda: ScriptedDrafter.always_wrong(TARGET, 4),
     "table": lambda: ScriptedDrafter.from_table(

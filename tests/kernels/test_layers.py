@@ -86,7 +86,7 @@ def test_equals_layer_by_layer(kind: str, windows: tuple[int | None, ...], bits:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_integers_and_halves_differ_by_their_rounding(bits: int) -> None:
-    """Rounded activations, and keys and values in float16: near the float32 pass, and layer by layer nearly the same."""
+    """Rounded activations, keys and values in float16: near the float32 pass, and layer by layer nearly the same."""
     plain, rounded = decoder(bits=bits), decoder(bits=bits, integer=True)
     if not lowbit.supports_integers():
         pytest.skip("no integer products here")

@@ -230,6 +230,48 @@ def test_rows_belong_to_their_uid():
     assert table.peek(np.array([5, 2, 7])).ravel().tolist() == [-1, 2, -1]
 
 
+class LoopTable:
+    """`RequestTable` as a dictionary."""
+
+    def __init__(self, keep):
+        self.keep, self.round, self.rows = keep, 0, {}
+
+    def known(self, uid):
+        return uid in self.rows and self.rows[uid][1] >= self.round - self.keep
+
+    def add(self, uids, amounts):
+        self.round += 1
+        for uid, amount in zip(uids, amounts, strict=True):
+            value = self.rows[uid][0] if self.known(uid) else 0.5
+            self.rows[uid] = (value + amount, self.round)
+
+    def peek(self, uids):
+        return [self.rows[uid][0] if self.known(uid) else 0.5 for uid in uids]
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_rows_of_requests_that_come_and_go(monkeypatch, orderly):
+    """Against a dictionary: requests come in order of uid or not, go, are preempted and come back, soon or too late."""
+    monkeypatch.setattr("dspark.schedule.history._KEEP", 12)
+    table, reference, rng = RequestTable((1,), 0.5), LoopTable(12), np.random.default_rng(0)
+    running, away, names = [], [], iter(range(10_000) if orderly else rng.permutation(10_000).tolist())
+    for _ in range(400):
+        running = [uid for uid in running if rng.random() > 0.1]
+        running += [next(names) for _ in range(rng.integers(0, 4))]
+        if away and rng.random() < 0.3:
+            running.insert(0, away.pop(0))
+        if len(running) > 8 and rng.random() < 0.3:
+            away.append(running.pop())
+        uids, amounts = np.array(running, dtype=np.int64), rng.random(len(running))
+        assert table.peek(uids).ravel().tolist() == reference.peek(running)
+        if running:
+            at = table.open(uids)
+            table.values[at, 0] += amounts
+            reference.add(running, amounts.tolist())
+            assert table.peek(uids).ravel().tolist() == reference.peek(running)
+    assert len(table.values) < 200, "rows of those who are gone are dropped"
+
+
 def test_settings_that_would_stay_off_for_ever_are_refused():
     for bad in (
         {"trial_rounds": 0},

@@ -118,15 +118,16 @@ def test_draft_time_counts_as_part_of_the_round():
     assert verify(PrefixScheduler(2, slow), [[0.9, 0.5]]) == [2]
 
 
-def test_prefilling_rows_are_priced():
-    """600 prompt tokens beside the decode: its drafts no longer cost anything to speak of."""
-    cost = TableCost((1, 2, 1001), (1.0, 1.9, 1000.0))
+def test_drafts_are_priced_beside_prompts():
+    """Few rows come along for nothing; beside 600 prompt tokens each costs what it costs there. The prompt itself is
+    no reason to verify: it has to be processed whatever is drafted."""
+    cost = TableCost((1, 8, 1001), (1.0, 1.1, 994.1))  # a second a row behind the eighth
     state = ScheduleState(
         np.arange(2), np.array([3, 0]), np.array([50, 0]), np.array([1, 600]), np.array([True, False])
     )
     survival, drafted = np.array([[0.6, 0.4, 0.1], [0, 0, 0]]), np.array([3, 0])
-    assert PrefixScheduler(3, cost).verify_lengths(state, survival, drafted).tolist() == [3, 0]
-    assert verify(PrefixScheduler(3, cost), survival[:1]) == [0]
+    assert verify(PrefixScheduler(3, cost), survival[:1]) == [3]
+    assert PrefixScheduler(3, cost).verify_lengths(state, survival, drafted).tolist() == [0, 0]
 
 
 def observe(policy, state, survival, accepted=None):

@@ -36,8 +36,19 @@ def test_searches_equal_the_plain_loops(round_, min_gain, draft_seconds):
     assert order == admission_order(survival, drafted)
     curve = search.rate_curve(ranking, state, cost, draft_seconds)
 
+    R, rows, D = (
+        state.num_requests,
+        state.query_tokens,
+        int((state.pending == 1).sum()),
+    )  # requests, of them decoding
+
     def price(budget):
-        return float(cost.step_seconds(state.num_requests, state.query_tokens + budget, 0)) + draft_seconds
+        seconds, alone = float(cost.step_seconds(R, rows + budget, 0)), float(cost.step_seconds(D, D, 0))
+        return (
+            seconds
+            - (max(float(cost.step_seconds(R, rows, 0)) - alone, 0.0) if rows > R else 0.0)
+            + draft_seconds
+        )
 
     budget = search.early_stop(curve, min_gain)
     expected = reference_early_stop(survival, drafted, state.outputs, price, min_gain)

@@ -63,7 +63,9 @@ def test_a_decoder_runs_on_its_blocks(tmp_path: Path, arch: str, tied: bool) -> 
     ids = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(0))
     plain = load_decoder(directory)
     prepared = load_decoder(directory).prepare(blocks=read_blocks(directory))
-    loaded = load_target(directory, activation_dtype="float32").decoder  # never reads the float32 copies of the layers
+    loaded = load_target(
+        directory, activation_dtype="float32"
+    ).decoder  # never reads the float32 copies of the layers
     for fast in (prepared, loaded):
         count = sum(isinstance(module, LowBitLinear) for module in fast.modules())
         assert count == (4 * LAYERS + 1 if lowbit.supports() else 0)
@@ -134,5 +136,8 @@ def test_the_real_model_on_blocks_is_the_same_model() -> None:
     assert blocks.keys() == {name for name, weight in weights.items() if weight.ndim == 2}
     assert all(torch.equal(block.dequantize(), weights[name]) for name, block in blocks.items())
     ids = torch.tensor([[1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 504, 3575]])
-    fast, plain = logits(load_target("smollm2-135m", activation_dtype="float32").decoder, ids), logits(load_decoder(directory), ids)
+    fast, plain = (
+        logits(load_target("smollm2-135m", activation_dtype="float32").decoder, ids),
+        logits(load_decoder(directory), ids),
+    )
     torch.testing.assert_close(fast, plain, rtol=1e-5, atol=3e-4)

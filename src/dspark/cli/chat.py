@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from dspark.cli.options import (
     add_model_options,
     add_sampling_options,
+    add_schedule_options,
     load_llm,
     sampling_params,
+    schedule_config,
     speculative_config,
 )
 
@@ -31,6 +33,7 @@ def add_parser(verbs: Any) -> None:
     """Add the verb to the `add_subparsers` object of `dspark`."""
     parser = verbs.add_parser("chat", help="talk with the model", description=__doc__)
     add_model_options(parser, method="dspark+lookup")
+    add_schedule_options(parser)
     add_sampling_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.set_defaults(run=run)
@@ -40,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Read, answer, repeat, until Ctrl-D or /exit."""
     params = sampling_params(args)
     config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
+    config |= schedule_config(args, args.method)
     conversation = Conversation(load_llm(args, config, max_num_seqs=1), params, args.system)
     _note(COMMANDS)
     while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from dspark.kv import KVPool, LayerKV
 from dspark.sampling import SamplingRows
 from dspark.shaping import LogitsShaper
 
-__all__ = ["Drafter", "ObserveBatch", "ProposeBatch"]
+__all__ = ["Copier", "Drafter", "ObserveBatch", "ProposeBatch"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,13 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that ended or was preempted."""
+
+
+@runtime_checkable
+class Copier(Protocol):
+    """A drafter that has drafts for nothing: functions of the committed tokens, one-hot, made without its model."""
+
+    def free(self, requests: Sequence[Request], room: np.ndarray) -> np.ndarray:
+        """[R] int64 in 0..room: drafts that the round's `propose` will hold for each request, whatever it is asked
+        for. Rows of 0 are for the model. Called once a round, before the policy decides what to pay for."""
+        ...

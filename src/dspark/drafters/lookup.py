@@ -48,7 +48,8 @@ class LookupFirst:
     """A drafter that asks `drafter` only for requests whose last tokens did not occur before.
 
     A match of n tokens proposes n + 1, up to `lookup_tokens`: a long one is seldom by chance. Copies are one-hot
-    proposals at any temperature. Their confidence is how copies of their kind fared until now.
+    proposals at any temperature. Their confidence is how copies of their kind fared until now. They cost nothing,
+    so that the engine gets them (`free`) in every round, also where the policy has the model draft nothing.
 
     Args:
         drafter: the trained drafter.
@@ -78,6 +79,7 @@ class LookupFirst:
         self._sizes = range(lookup_min, lookup_max + 1)
         self._indices: dict[int, NgramIndex] = {}
         self._last: dict[int, _Copy] = {}
+        self._free: dict[int, _Copy] = {}  # of this round, by uid
         self._rates = {False: _Rate(), True: _Rate()}  # by whether the match is long
 
     def attach(self, pool: KVPool, first_layer: int) -> None:
@@ -89,14 +91,28 @@ class LookupFirst:
     def forget(self, request: Request) -> None:
         self._indices.pop(request.uid, None)
         self._last.pop(request.uid, None)
+        self._free.pop(request.uid, None)
         self.drafter.forget(request)
 
-    def propose(self, batch: ProposeBatch) -> Draft:
-        copies = {
-            r: copy
-            for r, (request, wanted) in enumerate(zip(batch.requests, batch.lengths, strict=True))
-            if wanted and (copy := self._look_up(request, int(wanted))) is not None
+    def free(self, requests: Sequence[Request], room: np.ndarray) -> np.ndarray:
+        """[R] tokens to copy for each request; they wait for `propose`."""
+        self._free = {
+            request.uid: copy
+            for request, most in zip(requests, room, strict=True)
+            if most and (copy := self._look_up(request, int(most))) is not None
         }
+        sizes = [len(self._free[r.uid].tokens) if r.uid in self._free else 0 for r in requests]
+        return np.array(sizes, dtype=np.int64)
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        """`batch.lengths` are the model's; copies are those of `free`, or made here if it was not called."""
+        copies = {}
+        for r, (request, wanted) in enumerate(zip(batch.requests, batch.lengths, strict=True)):
+            copy = self._free.pop(request.uid, None)
+            if copy is None and wanted:
+                copy = self._look_up(request, int(wanted))
+            if copy is not None:
+                copies[r] = copy
         lengths = np.minimum(batch.lengths, self.model_tokens)
         lengths[list(copies)] = 0
         draft = self.drafter.propose(replace(batch, lengths=lengths))

@@ -25,7 +25,7 @@ from dspark.core import (
     SamplingParams,
     StepEvent,
 )
-from dspark.drafters.base import Drafter, ProposeBatch
+from dspark.drafters.base import Copier, Drafter, ProposeBatch
 from dspark.engine.commit import Round, append, output_of
 from dspark.engine.config import EngineConfig
 from dspark.engine.intake import check_lengths, check_policy, check_prompt, check_sound, longest_total
@@ -159,7 +159,7 @@ class Engine:
         state = self._state(batch)
         try:
             want = check_lengths("draft_lengths", self.policy.draft_lengths(state), batch.room)
-            draft = self._propose(batch, want)
+            draft = self._propose(batch, want, state.free)
             alive = survival(draft, self._calibrate) if self.policy.uses_survival else None
             lengths = self.policy.verify_lengths(state, alive, draft.lengths)
             plan = Plan(check_lengths("verify_lengths", lengths, draft.lengths))
@@ -195,17 +195,22 @@ class Engine:
     def _state(self, batch: Batch) -> ScheduleState:
         greedy = np.array([r.params.greedy for r in batch.requests], dtype=bool)
         deterministic = self.drafter is None or self.drafter.deterministic
-        return replace(batch.state, tolerates_live=tolerates_live(greedy, deterministic, self.config.rule))
+        free = None
+        if isinstance(self.drafter, Copier):
+            free = check_lengths("free", self.drafter.free(batch.requests, batch.room), batch.room)
+        tolerant = tolerates_live(greedy, deterministic, self.config.rule)
+        return replace(batch.state, tolerates_live=tolerant, free=free)
 
-    def _propose(self, batch: Batch, want: np.ndarray) -> Draft:
-        if self.drafter is None or not want.any():
+    def _propose(self, batch: Batch, want: np.ndarray, free: np.ndarray | None) -> Draft:
+        most = want if free is None else np.where(free > 0, free, want)
+        if self.drafter is None or not most.any():
             return Draft.empty(len(batch.running), self.target.device)
         rows = SamplingRows.of(batch.requests, self.target.device)
         shapers = [r.shaper for r in batch.running]
         if self.config.rule == "shared_noise":
             rows, shapers = couple(batch.running, rows)
         draft = self.drafter.propose(ProposeBatch(batch.requests, want, rows, batch.block_tables(), shapers))
-        check_lengths(f"drafter {self.drafter.name}", draft.lengths, want)
+        check_lengths(f"drafter {self.drafter.name}", draft.lengths, most)
         return draft
 
     def _commit(

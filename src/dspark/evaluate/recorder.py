@@ -25,7 +25,8 @@ from dspark.evaluate.collisions import Suspect
 from dspark.evaluate.rounds import AnswerCounts, CollisionThresholds, live_slots
 from dspark.kv import KVPool
 from dspark.sampling import SamplingRows, log_probabilities
-from dspark.schedule.policies import Observer, Policy, ScheduleState
+from dspark.schedule.forward import ForwardingPolicy
+from dspark.schedule.policies import Policy, ScheduleState
 from dspark.target.base import ForwardBatch, Target, TargetOutput
 from dspark.target.tokenizer import Tokenizer
 
@@ -204,6 +205,10 @@ class _RecordingTarget:
         self.eos_token_ids, self.kv_specs, self.identity = inner.eos_token_ids, inner.kv_specs, inner.identity
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._inner.dtype
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         return self._inner.kv_dtype
 
@@ -217,21 +222,16 @@ class _RecordingTarget:
         return output
 
 
-class _RecordingPolicy:
+class _RecordingPolicy(ForwardingPolicy):
     """A policy through whose `observe` the engine tells the verdict; the policy's own still hears of it."""
 
     def __init__(self, inner: Policy, recorder: RoundRecorder) -> None:
-        self._inner, self._recorder = inner, recorder
-        self.dependence, self.uses_survival = inner.dependence, inner.uses_survival
+        super().__init__(inner)
+        self._recorder = recorder
 
     def draft_lengths(self, state: ScheduleState) -> np.ndarray:
         self._recorder.begin_round()
-        return self._inner.draft_lengths(state)
-
-    def verify_lengths(
-        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
-    ) -> np.ndarray:
-        return self._inner.verify_lengths(state, survival, drafted)
+        return super().draft_lengths(state)
 
     def observe(
         self,
@@ -241,6 +241,5 @@ class _RecordingPolicy:
         scheduled: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        if isinstance(self._inner, Observer):
-            self._inner.observe(state, survival, drafted, scheduled, accepted)
+        super().observe(state, survival, drafted, scheduled, accepted)
         self._recorder.judged(state.samples, scheduled, accepted)

@@ -74,7 +74,7 @@ class RowsPolicy:
     def verify_lengths(
         self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
     ) -> np.ndarray:
-        return drafted
+        return np.minimum(drafted, self.draft_lengths(state))
 
 
 def measure_rounds(

@@ -10,9 +10,14 @@ from dspark.errors import DSparkError
 from dspark.schedule.base import ScheduleState
 from dspark.schedule.cost import CostModel
 from dspark.schedule.history import AcceptanceHistory
-from dspark.schedule.search import rank, rate_curve
+from dspark.schedule.search import decoding_seconds, rank, rate_curve
 
 __all__ = ["Aim", "AimConfig", "DraftGate", "Realised"]
+
+_BOLD = 2  # rounds in which all is drafted that could pay at best
+_FIRST = (
+    8  # times `exploration` may be spent on the first retry, half as much on the next: it knows little yet
+)
 
 
 @dataclass(frozen=True)
@@ -20,10 +25,13 @@ class AimConfig:
     """`hysteresis`: gain needed to switch drafting on again; it goes off where plain decoding is shown to be faster.
 
     Drafting is tried for `trial_rounds` at the start, and again after `retry_after` rounds without it; each trial
-    in vain doubles the wait, up to `retry_at_most`. No trial is made where it could not pay even if every draft
-    were accepted with probability `hope`. What drafted rounds brought is remembered with `memory` a round (longer
-    than the history: it settles whether to draft, not how much) and judged with `doubt` standard errors in favour
-    of drafting: rounds without drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon found out.
+    in vain doubles the wait, up to `retry_at_most`. The wait is never shorter than what a trial cost (in rounds of
+    plain decoding, until drafting was off again) over `exploration`, so that trials in vain take that share of the
+    time in the long run. No trial is made where
+    it could not pay even if every draft were accepted with probability `hope`. What drafted rounds brought is
+    remembered with `memory` a round (longer than the history: it settles whether to draft, not how much) and judged
+    with `doubt` standard errors in favour of drafting: rounds without drafts teach nothing, so a wrong "off" lasts,
+    while a wrong "on" is soon found out.
     """
 
     prior: float = 0.6
@@ -33,17 +41,18 @@ class AimConfig:
     trial_rounds: int = 8
     retry_after: int = 64
     retry_at_most: int = 1024
+    exploration: float = 0.01
     hope: float = 0.9
     memory: float = 0.98
     doubt: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.hysteresis < 0 or self.doubt < 0:
-            raise DSparkError(
-                f"hysteresis and doubt must be 0 or more, got {self.hysteresis} and {self.doubt}"
-            )
-        if not (0 < self.hope < 1 and 0 < self.memory < 1):
-            raise DSparkError(f"hope and memory must lie between 0 and 1, got {self.hope} and {self.memory}")
+        for name in ("hysteresis", "doubt"):
+            if getattr(self, name) < 0:
+                raise DSparkError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("hope", "memory", "exploration"):
+            if not 0 < getattr(self, name) < 1:
+                raise DSparkError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
         if self.trial_rounds < 1 or not 1 <= self.retry_after <= self.retry_at_most:
             raise DSparkError(
                 "trial_rounds must be 1 or more, and retry_after between 1 and retry_at_most: drafting that is "
@@ -58,20 +67,29 @@ class DraftGate:
         self._config = config
         self._trial, self._off, self._wait = config.trial_rounds, 0, config.retry_after
         self._lasted = 0  # drafted rounds since the last trial
+        self._lost = 0.0  # since the last trial began, in rounds of plain decoding
         self.on = True
-        self.tried = False  # the first trial is over
 
     @property
     def trying(self) -> bool:
         """A trial is due or under way: draft, whatever the estimate says."""
-        return self._trial > 0 or self._off >= self._wait
+        return self._trial > 0 or self._off >= self._patience
+
+    @property
+    def _patience(self) -> float:
+        config = self._config
+        share = config.exploration * max(1.0, _FIRST * config.retry_after / self._wait)
+        return max(self._wait, self._lost / share)
 
     def passes(self, gain: float) -> bool:
         """`gain`: expected tokens per second with drafts, over those without."""
         return self.trying or gain > (1.0 if self.on else 1 + self._config.hysteresis)
 
-    def observe(self, wanted: bool, drafted: bool) -> None:
-        """File a round in which drafting was possible; one whose drafter had nothing to say tells nothing."""
+    def observe(self, wanted: bool, drafted: bool, lost: float = 0.0) -> None:
+        """File a round in which drafting was possible; one whose drafter had nothing to say tells nothing.
+
+        `lost`: rounds of plain decoding that the time would have been worth, less what it brought in such rounds.
+        """
         config = self._config
         if wanted and not drafted:
             return
@@ -79,15 +97,15 @@ class DraftGate:
             self.on = False
             self._off += 1
             return
-        if self._off >= self._wait:
-            self._trial, self._lasted = config.trial_rounds, 0
+        if self._off >= self._patience:
+            self._trial, self._lasted, self._lost = config.trial_rounds, 0, 0.0
             self._wait = min(2 * self._wait, config.retry_at_most)
         elif self._trial == 0:
             self._lasted += 1
-            if self._lasted >= config.retry_after:
-                self._wait = config.retry_after  # it goes on for long without a trial: it pays
+        self._lost = max(0.0, self._lost + lost)
+        if self._lasted >= config.retry_after:  # it goes on for long without a trial: it pays
+            self._wait, self._lost = config.retry_after, 0.0
         self._trial, self._off, self.on = max(0, self._trial - 1), 0, True
-        self.tried |= self._trial == 0
 
 
 class Realised:
@@ -153,6 +171,7 @@ class Aim:
         self._loads: dict[int, _Load] = {}
         self._confident = False
         self._wanted = False
+        self._rounds = 0  # with drafts, at any load
 
     def gate(self, num_requests: int = 1) -> DraftGate:
         """The gate of batches of this size."""
@@ -160,7 +179,7 @@ class Aim:
 
     def lengths(self, state: ScheduleState) -> np.ndarray:
         """[R] int64 drafts to propose."""
-        room = np.minimum(state.room, self.gamma)
+        room = np.minimum(state.modelled(state.room), self.gamma)
         chosen = self._choose(state, room) if room.any() else np.zeros_like(room)
         self._wanted = bool(chosen.any())
         return chosen
@@ -173,27 +192,34 @@ class Aim:
         scheduled: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        if not state.room.any():
+        if not state.modelled(state.room).any():
             return
         load = self._load(state.num_requests)
         tried = load.gate.trying
         if self._wanted and not load.gate.on:  # nothing is known of rounds long past
             load.tried, load.realised = Realised(self.config.memory), Realised(self.config.memory)
-        load.gate.observe(self._wanted, bool(drafted.any()))
+        drafted, ours, kept = state.modelled(drafted), state.modelled(scheduled), state.modelled(accepted)
         if not drafted.any():
+            load.gate.observe(self._wanted, False)
             return
         self._confident = survival is not None
-        self.history.observe(state.uids, survival, drafted, scheduled, accepted)
+        self._rounds += 1
+        self.history.observe(state.uids, survival, drafted, ours, kept)
+        copied = int(scheduled.sum() - ours.sum())  # are verified either way
+        without = state.outputs + int(accepted.sum() - kept.sum())
         with_drafts = self._step(state, int(scheduled.sum())) + self._draft(drafted)
-        worth = state.outputs * with_drafts / self._step(state, 0)
-        (load.tried if tried else load.realised).add(state.outputs + int(accepted.sum()), worth)
+        worth, tokens = without * with_drafts / self._step(state, copied), without + int(kept.sum())
+        (load.tried if tried else load.realised).add(tokens, worth)
+        load.gate.observe(True, True, (worth - tokens) / max(without, 1))
 
     def _choose(self, state: ScheduleState, room: np.ndarray) -> np.ndarray:
         load, nothing = self._load(state.num_requests), np.zeros_like(room)
         if load.gate.trying:
             hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
             gain, lengths = self._best(state, room, hopeful)
-            if load.gate.tried:  # between hope and what is remembered: most trials are in vain, and cost
+            if (
+                self._rounds >= _BOLD
+            ):  # between hope and what is remembered: most trials are in vain, and cost
                 lengths = self._best(state, room, (hopeful * self.history.survival(state.uids)) ** 0.5)[1]
             return lengths if gain > 1 else nothing
         gain, lengths = self._best(state, room, self.history.survival(state.uids))
@@ -233,7 +259,7 @@ class Aim:
         return self._loads[size]
 
     def _step(self, state: ScheduleState, budget: int) -> float:
-        return float(self.cost.step_seconds(state.num_requests, state.query_tokens + budget, state.context))
+        return float(decoding_seconds(state, self.cost, budget))
 
     def _draft(self, drafted: np.ndarray) -> float:
         return float(self.cost.draft_seconds(int(np.count_nonzero(drafted)), int(drafted.sum())))

@@ -22,6 +22,7 @@ class AutoScheduler(LaggedScheduler):
     """
 
     dependence = Dependence.LAGGED  # of rows that do not tolerate LIVE
+    looks_where_tolerated = True  # LIVE for a batch of others: an audit has to try those, too
 
     def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
         ranking = rank(survival, drafted)

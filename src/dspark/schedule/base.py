@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -37,27 +38,43 @@ class ScheduleState:
     tolerates_live: np.ndarray | None = (
         None  # [R] bool: exact whatever the schedule looks at; None: no row is
     )
+    free: np.ndarray | None = None  # [R] int64 drafts that were copied from committed tokens; None: none were
+
+    def modelled(self, lengths: np.ndarray) -> np.ndarray:
+        """[R] `lengths` where they are a model's to draft, 0 where a copy stands in for them, which costs nothing."""
+        return lengths if self.free is None else np.where(self.free > 0, 0, lengths)
 
     @property
     def num_requests(self) -> int:
         return len(self.uids)
 
-    @property
+    @cached_property
     def query_tokens(self) -> int:
         """Rows of the pass without any draft."""
         return self.num_requests if self.pending is None else int(self.pending.sum())
 
-    @property
+    @cached_property
+    def decoding(self) -> np.ndarray:
+        """[R] bool: one row, one token: neither a prompt nor a part of one."""
+        one = np.ones(self.num_requests, dtype=bool) if self.pending is None else self.pending == 1
+        return one if self.samples is None else one & self.samples
+
+    @cached_property
     def outputs(self) -> int:
-        """Tokens the round decides without any draft."""
-        return self.num_requests if self.samples is None else int(np.count_nonzero(self.samples))
+        """Tokens that decoding requests get without any draft; a prompt's first token comes either way."""
+        return int(np.count_nonzero(self.decoding))
+
+    @cached_property
+    def decoding_context(self) -> int:
+        """Cached positions of the decoding requests together."""
+        return int(self.context_lens[self.decoding].sum())
 
     @property
     def may_look(self) -> bool:
         """Every row that can have drafts stays exact even if the schedule looks at the block it schedules."""
         return self.tolerates_live is not None and bool((self.tolerates_live | (self.room == 0)).all())
 
-    @property
+    @cached_property
     def context(self) -> int:
         """Cached positions of all requests together."""
         return int(self.context_lens.sum())
@@ -77,7 +94,10 @@ class Policy(Protocol):
     def uses_survival(self) -> bool: ...
 
     def draft_lengths(self, state: ScheduleState) -> np.ndarray:
-        """Drafts to propose, [R] int64 in 0..room; all 0 means that nothing is drafted."""
+        """Drafts to propose, [R] int64 in 0..room; all 0 means that no model drafts.
+
+        A row with free drafts gets those, whatever is asked for.
+        """
         ...
 
     def verify_lengths(

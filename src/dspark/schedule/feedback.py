@@ -79,7 +79,7 @@ class LiveCost:
         self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
     ) -> None:
         """Learn from a round of decoding; one that also processes prompts has other work in it."""
-        R = state.num_requests
+        R, drafted = state.num_requests, state.modelled(drafted)
         if state.query_tokens != R or not R:
             return
         if drafted.any():

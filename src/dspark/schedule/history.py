@@ -9,54 +9,96 @@ from dspark.schedule.search import prefix_survival
 
 __all__ = ["AcceptanceHistory", "RequestTable"]
 
-_KEEP = 1024  # rounds that an absent request is remembered for: preempted ones come back
+_KEEP = 256  # rounds that an absent request is remembered for: preempted ones come back
+_LEAST = 64  # rows that room is made for at once
 
 
 class RequestTable:
-    """Rows of numbers by request uid. A uid seen for the first time starts with `initial`, never with old rows."""
+    """Rows of numbers by request uid. A uid seen for the first time starts with `initial`, never with old rows.
+
+    Rows lie in order of uid. New requests have larger uids than those before them, so they are appended, into room
+    that doubles, and rows of requests long gone are dropped only when room runs out: a request costs O(1).
+    """
 
     def __init__(self, shape: tuple[int, ...], initial: float) -> None:
         self._initial = initial
-        self._uids = np.zeros(0, dtype=np.int64)  # sorted
-        self._seen = np.zeros(0, dtype=np.int64)
+        self._uids, self._seen = np.zeros((2, 0), dtype=np.int64)  # [capacity], sorted up to _n; last round
+        self._rows = np.zeros((0, *shape))  # [capacity, *shape]
+        self._n = 0
         self._round = 0
-        self.values = np.zeros((0, *shape))
+        self._last = self._uids, self._uids  # of the last `open`: uids and where they lie
+        self._side_by_side = False  # as indices from `_last[1][0]` on
+
+    @property
+    def values(self) -> np.ndarray:
+        """[n, *shape], a view that later calls of `open` may leave behind."""
+        return self._rows[: self._n]
 
     def peek(self, uids: np.ndarray) -> np.ndarray:
         """[R, *shape] the rows, to be read only; `initial` for unknown requests."""
-        if np.array_equal(uids, self._uids):
-            return self.values
-        if not len(self._uids):
-            return np.full((len(uids), *self.values.shape[1:]), self._initial)
-        at = np.minimum(np.searchsorted(self._uids, uids), len(self._uids) - 1)
-        rows: np.ndarray = self.values[at]
-        unknown = self._uids[at] != uids
-        if unknown.any():
-            rows[unknown] = self._initial
+        at, known = self._find(uids)
+        if at is self._last[1] and self._side_by_side:
+            return self._rows[at[0] : at[0] + len(at)]
+        if known.all():
+            return self._rows[at]
+        rows = np.full((len(uids), *self._rows.shape[1:]), self._initial)
+        rows[known] = self._rows[at[known]]
         return rows
 
     def open(self, uids: np.ndarray) -> np.ndarray:
-        """[R] indices into `values`, with rows made for new requests; rows unused for long are dropped."""
+        """[R] indices into `values`, with rows made for new requests; rows unused for long count as new."""
         self._round += 1
-        if np.array_equal(uids, self._uids):
-            self._seen[:] = self._round
-            return np.arange(len(uids))
-        at = np.searchsorted(self._uids, uids)
-        if not len(self._uids) or (self._uids[np.minimum(at, len(self._uids) - 1)] != uids).any():
-            self._admit(uids)
-            at = np.searchsorted(self._uids, uids)
+        at, known = self._find(uids)
+        if at is not self._last[1]:
+            if not known.all():
+                self._admit(uids[~known])
+                at = np.searchsorted(self._uids[: self._n], uids)
+            self._last = uids.copy(), at
+            self._side_by_side = len(at) > 0 and bool((at == np.arange(at[0], at[0] + len(at))).all())
         self._seen[at] = self._round
         return at
 
+    def add(self, at: np.ndarray, amounts: np.ndarray) -> None:
+        """Add [R, *shape] to the rows that `open` gave."""
+        if at is self._last[1] and self._side_by_side:
+            self._rows[at[0] : at[0] + len(at)] += amounts
+        else:
+            self._rows[at] += amounts
+
+    def _find(self, uids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[R] where each lies, and [R] bool whether it does."""
+        if len(uids) and np.array_equal(uids, self._last[0]):
+            return self._last[1], np.ones(len(uids), dtype=bool)
+        if not self._n:
+            return np.zeros(len(uids), dtype=np.int64), np.zeros(len(uids), dtype=bool)
+        at = np.searchsorted(self._uids[: self._n], uids)
+        np.minimum(at, self._n - 1, out=at)
+        return at, (self._uids[at] == uids) & (self._seen[at] >= self._round - _KEEP)
+
     def _admit(self, uids: np.ndarray) -> None:
-        keep = (self._seen >= self._round - _KEEP) | np.isin(self._uids, uids)
-        new = np.setdiff1d(uids, self._uids)
-        merged = np.concatenate((self._uids[keep], new))
-        fresh = np.full((len(new), *self.values.shape[1:]), self._initial)
-        order = np.argsort(merged)
-        self._uids = merged[order]
-        self.values = np.concatenate((self.values[keep], fresh))[order]
-        self._seen = np.concatenate((self._seen[keep], np.zeros(len(new), dtype=np.int64)))[order]
+        """Rows for `uids`, which have none, or one that is out of date."""
+        new, n = np.sort(uids), self._n
+        behind = n == 0 or new[0] > self._uids[n - 1]  # else they do not come in order of arrival: seldom
+        if not behind or n + len(new) > len(self._uids):
+            self._rebuild(new)
+            n = self._n
+        self._n = end = n + len(new)
+        self._uids[n:end], self._seen[n:end], self._rows[n:end] = new, self._round, self._initial
+        if not behind:
+            order = np.argsort(self._uids[:end])
+            for column in (self._uids, self._seen, self._rows):
+                column[:end] = column[:end][order]
+
+    def _rebuild(self, new: np.ndarray) -> None:
+        """Drop rows of requests long gone and those of `new`, and make room for as many rows again."""
+        n = self._n
+        keep = (self._seen[:n] >= self._round - _KEEP) & ~np.isin(self._uids[:n], new)
+        columns = self._uids[:n][keep], self._seen[:n][keep], self._rows[:n][keep]
+        self._n = left = len(columns[0])
+        room = max(_LEAST, 2 * (left + len(new)))
+        self._uids, self._seen = np.zeros((2, room), dtype=np.int64)
+        self._rows = np.zeros((room, *self._rows.shape[1:]))
+        self._uids[:left], self._seen[:left], self._rows[:left] = columns
 
 
 class AcceptanceHistory:
@@ -125,12 +167,9 @@ class AcceptanceHistory:
             new = self._outcomes(scheduled, accepted)
         else:
             new = self._promises(prefix_survival(survival)[:, : self.gamma], drafted, scheduled, accepted)
-        at, counts = self._counts.open(uids), self._counts.values
-        counts *= self.decay
-        if len(at) == len(counts) and (at == np.arange(len(at))).all():
-            counts += new
-        else:
-            counts[at] += new
+        at = self._counts.open(uids)
+        self._counts.values[:] *= self.decay
+        self._counts.add(at, new)
         self._all = self.decay * self._all + new.sum(axis=0)
 
     def _outcomes(self, scheduled: np.ndarray, accepted: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ class FixedLength:
     def verify_lengths(
         self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
     ) -> np.ndarray:
-        return drafted
+        return np.minimum(drafted, self.length)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Threshold:
             before = np.concatenate((np.ones((len(a), 1)), a[:, :-1]), axis=1)
             a = np.divide(a, before, out=np.zeros_like(a), where=before > 0)
         holds = np.logical_and.accumulate(a >= self.threshold, axis=1)
-        return np.minimum(holds.sum(axis=1), drafted)
+        return np.minimum(holds.sum(axis=1), np.minimum(drafted, self.length))
 
 
 class _Adaptive(ABC):
@@ -167,7 +167,8 @@ class _Adaptive(ABC):
         """Scheduled lengths [R] where there are drafts with confidences."""
 
     def _curve(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> Curve:
-        spent = self.cost.draft_seconds(int(np.count_nonzero(drafted)), int(drafted.sum()))
+        paid = state.modelled(drafted)
+        spent = self.cost.draft_seconds(int(np.count_nonzero(paid)), int(paid.sum()))
         return rate_curve(ranking, state, self.cost, spent)
 
 

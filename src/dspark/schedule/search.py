@@ -18,6 +18,7 @@ __all__ = [
     "Curve",
     "Ranking",
     "best_budget",
+    "decoding_seconds",
     "early_stop",
     "fill_upwards",
     "prefix_survival",
@@ -84,8 +85,23 @@ def rate_curve(
     tokens = np.empty(len(ranking.survival) + 1)
     tokens[0], tokens[1:] = state.outputs, ranking.survival
     np.cumsum(tokens, out=tokens)
-    rows = state.query_tokens + np.arange(len(tokens))
-    return Curve(tokens, cost.step_seconds(state.num_requests, rows, state.context) + draft_seconds)
+    return Curve(tokens, decoding_seconds(state, cost, np.arange(len(tokens))) + draft_seconds)
+
+
+def decoding_seconds(state: ScheduleState, cost: CostModel, budget: np.ndarray | int) -> np.ndarray:
+    """What a pass with `budget` drafts costs beyond its prompts.
+
+    A prompt has to be processed once whatever is drafted, so its seconds belong to no schedule. In the denominator
+    of Theta they would make every draft look nearly free: faster rounds would seem to spread them over more tokens,
+    but the answers end sooner, the next prompts come sooner, and a token bears as much of them as before.
+    """
+    R, rows, context = state.num_requests, state.query_tokens, state.context
+    seconds = cost.step_seconds(R, rows + budget, context)
+    if rows == R:
+        return seconds
+    decoding = state.outputs
+    alone = cost.step_seconds(decoding, decoding, state.decoding_context)
+    return seconds - np.maximum(cost.step_seconds(R, rows, context) - alone, 0.0)
 
 
 def early_stop(curve: Curve, min_gain: float = 0.0) -> int:

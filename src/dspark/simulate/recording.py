@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from dspark.errors import DSparkError
-from dspark.schedule.base import Dependence, Observer, Policy, ScheduleState, Timed
+from dspark.schedule.base import Policy, ScheduleState
+from dspark.schedule.forward import ForwardingPolicy
 
 __all__ = ["StepRecorder", "StepRecords", "read_steps", "record_steps", "write_steps"]
 
@@ -68,30 +69,12 @@ class SteppingEngine(Protocol):
     def step(self) -> list[Any]: ...
 
 
-class StepRecorder:
+class StepRecorder(ForwardingPolicy):
     """A policy that decides as `policy` does and remembers what the step held."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._observer = policy if isinstance(policy, Observer) else None
-        self._timed = policy if isinstance(policy, Timed) else None
+        super().__init__(policy)
         self.held: dict[str, int] | None = None  # of the last step
-
-    @property
-    def dependence(self) -> Dependence:
-        return self._policy.dependence
-
-    @property
-    def uses_survival(self) -> bool:
-        return self._policy.uses_survival
-
-    def draft_lengths(self, state: ScheduleState) -> np.ndarray:
-        return self._policy.draft_lengths(state)
-
-    def verify_lengths(
-        self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
-    ) -> np.ndarray:
-        return self._policy.verify_lengths(state, survival, drafted)
 
     def observe(
         self,
@@ -101,8 +84,7 @@ class StepRecorder:
         scheduled: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        if self._observer is not None:
-            self._observer.observe(state, survival, drafted, scheduled, accepted)
+        super().observe(state, survival, drafted, scheduled, accepted)
         self.held = {
             "requests": state.num_requests,
             "query_tokens": state.query_tokens,
@@ -111,12 +93,6 @@ class StepRecorder:
             "drafted": int(drafted.sum()),
             "scheduled": int(scheduled.sum()),
         }
-
-    def timed(
-        self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
-    ) -> None:
-        if self._timed is not None:
-            self._timed.timed(state, drafted, scheduled, draft_s, step_s)
 
 
 def record_steps(

@@ -161,7 +161,8 @@ class _Run:
         tokens, ended = self.server.commit(batch, accepted)
         self._deliver(batch, tokens, ended)
         total, accepts = int(tokens.sum()), int(accepted.sum())
-        wasted, decoding = accepts + state.outputs - total, int(np.count_nonzero(batch.decoding))
+        decoding = int(np.count_nonzero(batch.decoding))
+        wasted = accepts + int(np.count_nonzero(batch.samples)) - total
         held = (state.num_requests, state.query_tokens, decoding, drafts, budget, accepts, total, wasted)
         self.steps.append((start, seconds, *held, state.context, waiting, drafted_for))
 

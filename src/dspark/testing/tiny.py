@@ -115,7 +115,7 @@ def tiny_drafter(
         vocab_size=target.vocab_size,
         mask_token_id=target.vocab_size - 1,
         taps=(-1, len(target.layers) - 1),
-        markov_rank=8 if method == "dspark" else 0,
+        markov_rank=min(8, draft_vocab_size or target.vocab_size) if method == "dspark" else 0,
         markov_head_type=head,
         confidence_head=method == "dspark",
         draft_vocab_size=draft_vocab_size,
