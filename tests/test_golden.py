@@ -49,6 +49,7 @@ def serve_prefix(target, drafter, ids: torch.Tensor):
     batch = ForwardBatch(ids, positions, np.array([0, n]), np.zeros(1, np.int64), tables, slots)
     out = target.forward(batch, pool, drafter.taps)
     drafter.observe(ObserveBatch([], np.array([0, n]), positions, slots, out.taps))
+    drafter.catch_up()
     return tables, out
 
 

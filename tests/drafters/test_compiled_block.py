@@ -49,6 +49,7 @@ def observe(drafter: BlockDrafter, rows: int, first_layer: int) -> KVPool:
     for part in (slice(0, rows // 3), slice(rows // 3, rows)):
         at = torch.arange(rows)[part]
         drafter.observe(ObserveBatch([], np.array([0, len(at)]), at, slots[part], taps[part]))
+        drafter.catch_up()
     return pool
 
 

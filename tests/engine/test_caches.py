@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dspark.core import SamplingParams
+from dspark.drafters.base import Deferring
 from dspark.drafters.block import BlockDrafter
 from dspark.drafters.chain import ChainDrafter
 from dspark.engine.config import EngineConfig
@@ -77,6 +78,8 @@ def assert_caches(engine: Engine, target: Decoder) -> None:
     if not live:
         return
     taps = drafter.taps if drafter is not None else ()
+    if isinstance(drafter, Deferring):
+        drafter.catch_up()
     fresh = fresh_pass(target, [r.request.token_ids[: r.request.cached] for r in live], taps)
     for i, r in enumerate(live):
         length, where = r.request.cached, f"request {r.request.uid} at {r.request.cached} positions"

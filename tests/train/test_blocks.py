@@ -37,6 +37,7 @@ def serve_form(target, drafter, tokens, anchor):
         ForwardBatch(ids, positions, start, np.zeros(1, np.int64), tables, slots), pool, drafter.taps
     )
     drafter.observe(ObserveBatch([], start, positions, slots, out.taps))
+    drafter.catch_up()
     request = Request(0, "r", tokens[: anchor + 1], SamplingParams(temperature=0), 0, 99, cached=anchor)
     return ProposeBatch([request], np.array([drafter.max_draft]), SamplingRows.of([request]), tables, [None])
 

@@ -18,7 +18,7 @@ from dspark.kv import KVPool, LayerKV
 from dspark.sampling import SamplingRows
 from dspark.shaping import LogitsShaper
 
-__all__ = ["Copier", "Drafter", "ObserveBatch", "ProposeBatch"]
+__all__ = ["Copier", "Deferring", "Drafter", "ObserveBatch", "ProposeBatch"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,14 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that ended or was preempted."""
+
+
+@runtime_checkable
+class Deferring(Protocol):
+    """A drafter whose `observe` puts off work until a draft needs it."""
+
+    def catch_up(self) -> None:
+        """Do it now: the KV of all observed rows is in the pool afterwards."""
 
 
 @runtime_checkable

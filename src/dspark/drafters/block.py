@@ -11,6 +11,7 @@ from torch import Tensor
 from dspark.core import Draft, Request
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.base import ObserveBatch, ProposeBatch
+from dspark.drafters.deferred import DeferredRows
 from dspark.drafters.quantise import can_quantise, quantise
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
 from dspark.kernels.layers import CompiledContext
@@ -28,9 +29,9 @@ __all__ = ["BlockDrafter"]
 class BlockDrafter:
     """Serves a `BlockDrafterModel`.
 
-    `observe` projects the target's features of committed rows into the draft layers' KV (eqs. 2-3), so the
-    draft cache follows commits and, sharing the block table, rollbacks. `propose` runs one parallel pass over
-    all blocks, then the sequential head slot by slot (eq. 4).
+    `observe` takes the target's features of committed rows and `catch_up`, at the latest before the next draft,
+    projects them into the draft layers' KV (eqs. 2-3), so the draft cache follows commits and, sharing the block table,
+    rollbacks. `propose` runs one parallel pass over all blocks, then the sequential head slot by slot (eq. 4).
 
     `quantised` rounds the drafter's matrices where a kernel for that exists (float32 on a CPU): those of its layers to
     4 bits, the others to 8. Output stays exact: p_d is whatever the served drafter computes.
@@ -63,6 +64,7 @@ class BlockDrafter:
         self._compiled_context = compiled_context(model, self._context_kv)
         identity = torch.equal(model.vocab, torch.arange(config.vocab_size, device=model.vocab.device))
         self.vocab = None if identity else model.vocab
+        self._behind = DeferredRows()
         self._pool: KVPool | None = None
         self._first_layer = 0
 
@@ -74,16 +76,24 @@ class BlockDrafter:
         assert self._pool is not None, "attach the drafter to a pool first"
         return self._pool
 
-    @torch.inference_mode()
     def observe(self, batch: ObserveBatch) -> None:
-        assert batch.taps is not None
-        plan = AttentionPlan.for_store(batch.slots, self.pool.block_size)
+        self._behind.add(batch)
+        if self._behind.full:
+            self.catch_up()
+
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Write the draft KV of all rows observed so far."""
+        if (rows := self._behind.take()) is None:
+            return
+        positions, slots, taps = rows
+        plan = AttentionPlan.for_store(slots, self.pool.block_size)
         keys, values = self._layers()
         if self._compiled_context is not None and is_fast(keys[0], keys[0].shape[2], plan.block_size):
-            self._compiled_context.store(batch.taps, batch.positions, plan, keys, values)
+            self._compiled_context.store(taps, positions, plan, keys, values)
             return
-        projected = self._context_kv(self.model.context(batch.taps)).chunk(len(self.kv_specs), -1)
-        rotary = self.model.rotary(batch.positions, projected[0].dtype)
+        projected = self._context_kv(self.model.context(taps)).chunk(len(self.kv_specs), -1)
+        rotary = self.model.rotary(positions, projected[0].dtype)
         for i, kv in enumerate(projected):
             k, v = self.model.split_kv(i, kv, rotary)
             store_kv(k, v, keys[i], values[i], plan)
@@ -94,13 +104,14 @@ class BlockDrafter:
         active = np.flatnonzero(batch.lengths)
         if not len(active):
             return Draft.empty(len(batch.lengths), self.model.vocab.device)
+        self.catch_up()
         hidden = self._backbone(batch, active)
         block = _Block(self.model, self.vocab, batch, active)
         block.fill(hidden, self.model.lm_head(hidden))
         return block.finish(batch.lengths)
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept outside the pool."""
+        self._behind.forget(request)
 
     def _layers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of the draft layers in the pool."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dspark.core import Draft, DSparkError, Request
-from dspark.drafters.base import Drafter, ObserveBatch, ProposeBatch
+from dspark.drafters.base import Deferring, Drafter, ObserveBatch, ProposeBatch
 from dspark.drafters.ngram import NgramIndex, continued
 from dspark.kv import KVPool
 
@@ -87,6 +87,10 @@ class LookupFirst:
 
     def observe(self, batch: ObserveBatch) -> None:
         self.drafter.observe(batch)
+
+    def catch_up(self) -> None:
+        if isinstance(self.drafter, Deferring):
+            self.drafter.catch_up()
 
     def forget(self, request: Request) -> None:
         self._indices.pop(request.uid, None)

@@ -68,7 +68,8 @@ def fit_cost(samples: Sequence[Sample]) -> TableCost | AdditiveCost:
 
     Seconds by rows come from the shortest context, as isotonic medians; beyond the last probe the last slope goes
     on. Attention's price comes from the longer contexts. Upkeep of the drafter's own context is paid in every
-    round: for the anchor it is part of the pass, for further rows part of the draft that wins them.
+    round: for the anchor it is part of the pass, for further rows part of the draft that wins them. Drafters that
+    put it off until they draft (`Deferring`) have no samples of it: it is in those of drafts.
 
     Raises:
         DSparkError: fewer than two sizes of pass were measured, or nothing that rises with the size.
