@@ -20,6 +20,7 @@ from dspark.profile import (
 )
 from dspark.schedule.cost import TableCost
 from dspark.testing import tiny_decoder, tiny_drafter
+from dspark.testing.chain import tiny_chain_drafter
 
 SETTINGS = ProfileSettings(seconds=0.0, repeats=2, context_lengths=(4, 16, 40), max_rows=12)
 
@@ -46,8 +47,8 @@ class Priced:
 
 
 class PricedDrafter:
-    def __init__(self, drafter, clock):
-        self._drafter, self._clock = drafter, clock
+    def __init__(self, drafter, clock, upkeep=0.0):
+        self._drafter, self._clock, self._upkeep = drafter, clock, upkeep
 
     def __getattr__(self, name):
         return getattr(self._drafter, name)
@@ -57,7 +58,7 @@ class PricedDrafter:
         return self._drafter.propose(batch)
 
     def observe(self, batch):
-        self._clock.now += 0.0005
+        self._clock.now += self._upkeep
         self._drafter.observe(batch)
 
 
@@ -77,11 +78,19 @@ def test_the_engine_s_parts_are_timed(measured, target):
     cost = Profile({}, tuple(measured)).cost()
     assert isinstance(cost, TableCost), "requests have no price of their own"
     for rows, context in ((1, 4), (9, 4), (12, 4), (30, 4), (1, 40), (3, 1000)):
-        expected = 0.02 + 0.002 * rows + 1e-5 * context + 0.0005
+        expected = 0.02 + 0.002 * rows + 1e-5 * context
         assert float(cost.step_seconds(1, rows, context)) == pytest.approx(expected, rel=1e-6)
     assert float(cost.draft_seconds(2, 6)) == pytest.approx(0.003 + 0.0004 * 6, rel=1e-6)
     assert len({s.context for s in measured if s.kind == "step"}) == 3
     assert max(s.rows for s in measured if s.kind == "step") == 12
+
+
+def test_upkeep_in_every_round_is_part_of_the_pass(target):
+    """EAGLE-3 follows every commit at once; a drafter that puts it off pays when it drafts."""
+    clock = Clock()
+    drafter = PricedDrafter(tiny_chain_drafter(target, block_size=3), clock, upkeep=0.0005)
+    cost = Profile({}, tuple(measure_profile(Priced(target, clock), drafter, 3, 16, SETTINGS, clock))).cost()
+    assert float(cost.step_seconds(1, 9, 4)) == pytest.approx(0.02 + 0.002 * 9 + 4e-5 + 0.0005, rel=1e-6)
 
 
 def test_short_contexts_and_lookup_drafters_can_be_profiled(target):
@@ -147,7 +156,7 @@ def test_tables_go_out_and_come_back(measured, target, tmp_path):
         assert bool(lost) == (form != "dspark")
         said.clear()
         cost = read_cost_table(path, profile.fingerprint, said.append)
-        assert float(cost.step_seconds(1, 7, 4)) == pytest.approx(0.02 + 7 * 0.002 + 4e-5 + 5e-4)
+        assert float(cost.step_seconds(1, 7, 4)) == pytest.approx(0.02 + 7 * 0.002 + 4e-5)
         assert bool(said) == (form != "dspark"), "a table that cannot say where it is from is spoken of"
         assert (float(cost.draft_seconds(1, 1)) > 0) == (form == "dspark")
     with pytest.raises(DSparkError, match="choose from"):

@@ -58,5 +58,6 @@ class DeferredRows:
             return None
         if len(parts) == 1:
             return parts[0][1:]
-        positions, slots, taps = (torch.cat([part[i] for part in parts]) for i in (1, 2, 3))
+        _, *columns = zip(*parts, strict=True)
+        positions, slots, taps = (torch.cat(column) for column in columns)
         return positions, slots, taps
