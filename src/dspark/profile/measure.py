@@ -173,7 +173,8 @@ class _Bench:
 
     def _request(self, context: int, rows: int) -> Running:
         self._uid += 1
-        tokens = self._random.integers(self.target.vocab_size, size=context + 1).tolist()
+        observed = rows + 1 if context == 0 else 0  # "upkeep": rows and what follows them
+        tokens = self._random.integers(self.target.vocab_size, size=context + 1 + observed).tolist()
         request = Request(
             self._uid, str(self._uid), tokens, self._params, 0, context + rows + 2, cached=context
         )
