@@ -26,13 +26,13 @@ class Judgement:
     verdict: Verdict
     logits: torch.Tensor  # [n, V] shaped
     raw: torch.Tensor | None  # [n, V] as the target gave them, where a request asks for raw logprobs
-    requests: SamplingRows  # [S]
+    requests: Sequence[Request]  # [S]
     counts: np.ndarray  # [S] rows of each
 
     @cached_property
     def rows(self) -> SamplingRows:
         """[n]; made when asked for, which greedy requests without logprobs never do."""
-        return self.requests.repeat(self.counts)
+        return SamplingRows.of(self.requests, self.logits.device).repeat(self.counts)
 
     def logprobs(self, start: int, tokens: Sequence[int], top: int, raw: bool) -> list[TokenLogprobs]:
         """Log-probabilities of `tokens`, committed from rows start, start + 1, ..., with the `top` likeliest."""
@@ -59,19 +59,19 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
         shaper = batch.running[r].shaper
         if shaper is not None:
             shaper.shape(logits[start : start + length + 1], draft.tokens[r, :length].tolist())
-    rows = SamplingRows.of(requests, device)
     counts = seen.lengths + 1
     index = torch.from_numpy(seen.sampling).to(device)
     tokens = draft.tokens[index]
     lengths, row_start = (torch.from_numpy(x).to(device) for x in (seen.lengths, seen.logit_start))
-    if rows.all_greedy:
+    if all(request.params.greedy for request in requests):
         verdict = greedy_rule(tokens, lengths, argmax(logits), row_start)
-        return Judgement(verdict, logits, raw, rows, counts)
+        return Judgement(verdict, logits, raw, requests, counts)
+    rows = SamplingRows.of(requests, device)
     target_rows = rows.repeat(counts)
     if rule == "shared_noise":
         p_target, positions = probabilities(logits, target_rows), _positions(requests, seen).to(device)
         choice = shared_noise_choice(p_target, target_rows.seed, positions)
-        return Judgement(greedy_rule(tokens, lengths, choice, row_start), logits, raw, rows, counts)
+        return Judgement(greedy_rule(tokens, lengths, choice, row_start), logits, raw, requests, counts)
     slots = torch.arange(draft.gamma + 1, device=device)
     verdict = ratio_rule(
         tokens,
@@ -84,7 +84,7 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
         resample_u=rows.uniform(slots[:1], Purpose.RESAMPLE)[:, 0],
         one_hot=None if draft.one_hot is None else draft.one_hot[index],
     )
-    return Judgement(verdict, logits, raw, rows, counts)
+    return Judgement(verdict, logits, raw, requests, counts)
 
 
 def _positions(requests: Sequence[Request], seen: Verification) -> torch.Tensor:

@@ -8,6 +8,8 @@ Every kernel adds the inputs of an output in the same order, one at a time. A ro
 neither on the other rows, nor on how rows are grouped, nor on the number of threads.
 """
 
+from functools import cache
+
 import numpy as np
 from llvmlite import binding, ir
 from numba import carray, from_dtype, njit
@@ -48,6 +50,7 @@ CALL_TYPE = from_dtype(CALL)
 _ORDER = (0, 16, 1, 17, 2, 18, 3, 19)  # inputs of a group of eight, relative to its first
 
 
+@cache
 def runs_here() -> bool:
     """Whether this machine converts float16 and multiplies and adds in one: else LLVM calls missing libraries."""
     arm = binding.get_process_triple().startswith(("aarch64", "arm64"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import deque
 
 import numpy as np
@@ -13,8 +15,8 @@ __all__ = ["Drift", "LiveCost"]
 
 WINDOW = 9  # measurements whose median counts: up to four outliers in a row move nothing
 STEP = 0.1  # most that a factor moves at once (log scale)
-MOST = float(np.log(64.0))  # a profile can be that wrong: one thread was measured, or a machine that was idle
-MOST_SHAPE = float(np.log(2.0))
+MOST = math.log(64.0)  # a profile can be that wrong: one thread was measured, or a machine that was idle
+MOST_SHAPE = math.log(2.0)
 FRESH = 64  # rounds for which a plain pass tells what passes cost now
 TELLING = 0.02  # of the plain price: drafts that cost less say nothing about the price of rows
 
@@ -29,18 +31,20 @@ class Drift:
 
     @property
     def factor(self) -> float:
-        return float(np.exp(self._log))
+        return math.exp(self._log)
 
     def follow(self, ratio: float) -> None:
         """File measured over predicted."""
-        low, high = np.exp(-self._most), np.exp(self._most)
-        self._recent.append(float(np.log(min(max(ratio, low), high))))
-        self._log += float(np.clip(np.median(self._recent) - self._log, -STEP, STEP))
+        self._recent.append(min(max(math.log(ratio), -self._most), self._most) if ratio > 0 else -self._most)
+        self._step(statistics.median(self._recent))
 
     def relax(self) -> None:
         """Go back towards 1 where nothing can be measured."""
         self._recent.clear()
-        self._log -= float(np.clip(self._log, -STEP, STEP))
+        self._step(0.0)
+
+    def _step(self, goal: float) -> None:
+        self._log += min(max(goal - self._log, -STEP), STEP)
 
 
 class LiveCost:

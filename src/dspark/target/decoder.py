@@ -1,4 +1,4 @@
-"""The dense decoder: Llama / SmolLM, Qwen2 and Qwen3 over a flat ragged batch.
+"""The dense decoder: Llama / SmolLM, Mistral, Qwen2 and Qwen3 over a flat ragged batch.
 
 Rows of any number of requests lie side by side, [N, hidden]; only attention knows which row belongs to whom.
 The same layers run in two ways: `forward` over the paged KV pool (serving), `hidden_states` over whole
