@@ -1,6 +1,7 @@
 """Scheduling through the offline LLM, on the real model: prices from a file, text that does not depend on policies."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -68,3 +69,27 @@ def test_a_calibration_is_served_to_its_own_drafter_only(tmp_path):
     assert half[0, 0] == pytest.approx(1 / (1 + np.exp(-1.0)))
     with pytest.raises(DSparkError, match="another drafter"):
         LLM(target, speculative_config=config(drafter_identity="0" * 16))
+
+
+def test_the_calibration_beside_a_drafter_is_served_unless_told_off(tmp_path):
+    from dspark.calibrate import Calibration, save_calibration
+    from dspark.calibrate.formats import CALIBRATION_FILE
+    from dspark.calibrate.jobs import drafter_directory
+
+    table = tmp_path / "cost.json"
+    table.write_text(json.dumps(TABLE))
+    identity = LLM(max_num_seqs=1, kv_cache_tokens=256).engine.target.identity
+    own = shutil.copytree(drafter_directory(None, identity), tmp_path / "drafter")
+    (own / CALIBRATION_FILE).unlink(missing_ok=True)
+
+    def calibrate(**keys):
+        config = {"method": "dspark", "model": str(own), **keys}
+        return LLM(speculative_config=config, max_num_seqs=1, kv_cache_tokens=256).engine._calibrate
+
+    logits = np.array([[1.0, 3.0]])
+    priced = {"policy": "auto", "cost_table": str(table)}
+    plain = calibrate(**priced)
+    save_calibration(own / CALIBRATION_FILE, Calibration((2.0,) * 7))
+    np.testing.assert_allclose(calibrate(**priced)(logits), 1 / (1 + np.exp(-logits / 2)))
+    assert calibrate(**priced, calibration="off") is plain
+    assert calibrate() is plain, "fixed lengths read no confidences"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dspark.calibrate.formats import load_calibration
+from dspark.calibrate.formats import CALIBRATION_FILE, load_calibration
 from dspark.calibrate.jobs import drafter_directory, weights_identity
 from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
 from dspark.drafters.registry import build_drafter
@@ -204,12 +204,20 @@ class LLM:
 def _calibration(
     schedule: ScheduleSettings, drafting: Mapping[str, Any] | None, target_identity: str, gamma: int
 ) -> Calibrate | None:
-    """What turns confidence logits into probabilities: a function as given, or read from a file that fits."""
-    given = schedule.calibration
-    if given is None or callable(given):
+    """What turns confidence logits into probabilities: a function as given, or read from a file that fits.
+
+    Without either, the file beside the drafter's weights, for policies that read confidences.
+    """
+    given, config = schedule.calibration, drafting or {}
+    if callable(given):
         return given
-    calibration = load_calibration(Path(given))
-    directory = drafter_directory((drafting or {}).get("model"), target_identity)
+    if given == "off" or (given is None and (schedule.policy == "fixed" or config.get("method") != "dspark")):
+        return None
+    directory = drafter_directory(config.get("model"), target_identity)
+    path = directory / CALIBRATION_FILE if given is None else Path(given)
+    if given is None and not path.is_file():
+        return None
+    calibration = load_calibration(path)
     calibration.check_fits(weights_identity(directory), target_identity, gamma)
     return calibration.conditional
 

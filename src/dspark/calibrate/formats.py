@@ -16,6 +16,7 @@ from dspark.calibrate.calibration import Calibration
 from dspark.errors import DSparkError
 
 __all__ = [
+    "CALIBRATION_FILE",
     "FORMATS",
     "from_sglang",
     "from_tensorrt_llm",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 FORMATS = ("dspark", "sglang", "tensorrt-llm")
+CALIBRATION_FILE = "calibration.json"  # beside a drafter's weights: used where no other is given
 _NAME, _VERSION = "dspark-calibration", 1
 _SGLANG = ("temperatures", "dataset", "num_samples", "ece_before", "ece_after")
 

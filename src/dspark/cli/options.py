@@ -88,7 +88,7 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--calibration",
         metavar="PATH",
-        help="what confidences are worth, from dspark calibrate; for policies that read them",
+        help="what confidences are worth, from dspark calibrate; default: what lies beside the drafter; off: nothing",
     )
     group.add_argument(
         "--acceptance",

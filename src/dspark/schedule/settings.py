@@ -38,7 +38,8 @@ class ScheduleSettings:
 
     `policy`: one of `POLICIES`. `threshold`: survival below which the policy "threshold" verifies no more.
     `acceptance`: see `EngineConfig`. `cost_table`: file with prices, instead of the profile made here.
-    `calibration`: file (or function) that turns confidence logits into probabilities.
+    `calibration`: file (or function) that turns confidence logits into probabilities; None: the one beside the
+    drafter's weights, if there is one; "off": none at all.
     """
 
     policy: str = "fixed"
@@ -62,7 +63,7 @@ class ScheduleSettings:
             raise DSparkError(f"threshold must be a number between 0 and 1, got {self.threshold!r}")
         if self.cost_table is not None and not self.priced:
             raise DSparkError(f"the policy {self.policy} has no use for a cost_table: leave it out")
-        if self.calibration is not None and self.policy == "fixed":
+        if self.calibration not in (None, "off") and self.policy == "fixed":
             raise DSparkError("the policy fixed reads no confidences: choose another one, or no calibration")
         for name in ("cost_table", "calibration"):
             value = getattr(self, name)
