@@ -7,18 +7,16 @@ Both take one structure of arguments (`CALL`). Numba types what is in it, so not
 import numpy as np
 from numba import carray, from_dtype, njit
 
-from dspark.kernels.simd import (
-    LANES,
+from dspark.kernels.attention_simd import (
     MASKED,
-    fetch_add,
     mix_values,
-    pointer,
     prefetch,
     scatter_halves,
     score_keys,
     softmax_strip,
     store_halves,
 )
+from dspark.kernels.simd import LANES, fetch_add, pointer
 
 __all__ = [
     "CALL",
