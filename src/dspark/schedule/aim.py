@@ -14,6 +14,7 @@ from dspark.schedule.search import decoding_seconds, rank, rate_curve
 
 __all__ = ["Aim", "AimConfig", "DraftGate", "Realised"]
 
+_LOOK = 8  # rounds without drafts from one estimate to the next
 _BOLD = 2  # rounds in which all is drafted that could pay at best
 _FIRST = (
     8  # times `exploration` may be spent on the first retry, half as much on the next: it knows little yet
@@ -74,6 +75,11 @@ class DraftGate:
     def trying(self) -> bool:
         """A trial is due or under way: draft, whatever the estimate says."""
         return self._trial > 0 or self._off >= self._patience
+
+    @property
+    def resting(self) -> bool:
+        """Off, and not to be asked in this round: an estimate costs time in a round that is to cost none."""
+        return not self.on and not self.trying and self._off % _LOOK > 0
 
     @property
     def _patience(self) -> float:
@@ -214,6 +220,8 @@ class Aim:
 
     def _choose(self, state: ScheduleState, room: np.ndarray) -> np.ndarray:
         load, nothing = self._load(state.num_requests), np.zeros_like(room)
+        if load.gate.resting:
+            return nothing
         if load.gate.trying:
             hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
             gain, lengths = self._best(state, room, hopeful)
