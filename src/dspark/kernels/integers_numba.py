@@ -64,7 +64,7 @@ def _avx2(builder, sums, weights, codes, signed):
 
 
 def _dot(builder, sums, weights, codes, signed):
-    """sums [16 lanes] + dot products of 4 bytes each; `signed` weights only where `_offset` is false."""
+    """sums [16 lanes] + dot products of 4 bytes each; `signed` weights only without VNNI."""
     if _WIDE:
         return _vnni(builder, sums, weights, codes, LANES)
     halves = []
