@@ -13,7 +13,8 @@ that are not installed are skipped, and the report says so.
 - Tokens per second of CPU time (all threads, spinning included) tell whether another program slowed a peer down.
 
 - dspark ignores the end of a text, llama.cpp forbids its tokens. Texts are compared up to where ours would have ended.
-- llama.cpp rounds activations to 8 bits, so its text may part from the float32 peers'.
+- Ours and llama.cpp round activations to 8 bits, each in its own order, so their texts part from each other and from
+  float32's. `none-float32` is our plain decoding without that: its text should be transformers'.
 - `llama.cpp-ngram` is its server's own speculation without a draft model (`--llama-ngram`), with its default sizes.
 - The binding's wheels on PyPI are built without AVX-512; the report holds what llama.cpp says of the processor.
 """
@@ -35,7 +36,7 @@ from typing import Any
 
 from llama_peer import NGRAM_KINDS, LlamaPeer, gguf_of
 from peer_report import compare, print_table, summarise
-from plain_vs_transformers import (
+from peers import (
     DSparkPeer,
     TransformersPeer,
     fail,
@@ -44,7 +45,7 @@ from plain_vs_transformers import (
     peak_rss_mb,
 )
 
-OURS = ("none", "ngram", "dspark", "dspark+lookup", "dflash")
+OURS = ("none", "none-float32", "ngram", "dspark", "dspark+lookup", "dflash")
 REQUIRES = {"transformers": "transformers", "llama.cpp": "xllamacpp", "llama.cpp-ngram": "xllamacpp"}
 PEERS = (*OURS, *REQUIRES)
 INSTALL = "pip install 'dspark[bench]'"
@@ -173,7 +174,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="known name or .gguf file (%(default)s)")
-    default = "none,dspark,dspark+lookup,transformers,llama.cpp,llama.cpp-ngram"
+    default = "none,none-float32,dspark,dspark+lookup,transformers,llama.cpp,llama.cpp-ngram"
     add("--peers", default=default, help=f"of {', '.join(PEERS)} (%(default)s)")
     add("--drafter", help="checkpoint for dspark or dflash; default: the shipped one")
     add("--llama-ngram", choices=NGRAM_KINDS, default="simple", help="kind of n-gram drafts (%(default)s)")

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from plain_vs_transformers import fail
+from peers import fail
 
 NGRAM_KINDS = ("simple", "map_k", "map_k4v", "mod", "cache")
 

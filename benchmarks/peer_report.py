@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plain_vs_transformers import spread
+from peers import spread
 
 
 def compare(
