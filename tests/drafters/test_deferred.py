@@ -10,6 +10,7 @@ from dspark.drafters.base import Deferring, ObserveBatch
 from dspark.drafters.deferred import MOST_ROWS, DeferredRows
 from dspark.drafters.lookup import LookupFirst
 from dspark.engine.engine import Engine
+from dspark.kv import KVPool
 from dspark.schedule.policies import FixedLength
 from dspark.testing import tiny_decoder, tiny_drafter
 
@@ -121,3 +122,11 @@ def test_a_lookup_in_front_passes_it_on() -> None:
     drafter.forget(request(1))
     drafter.catch_up()  # nothing is left to write, and no pool is needed
     assert drafter.drafter._behind.take() is None  # type: ignore[attr-defined]
+
+
+def test_another_pool_starts_with_nothing_behind() -> None:
+    """Rows of an engine that was given up would be written over another one's."""
+    drafter = tiny_drafter(tiny_decoder())
+    drafter._behind.add(observed((1, 2)))
+    drafter.attach(KVPool(drafter.kv_specs, 2), 0)
+    assert drafter._behind.take() is None

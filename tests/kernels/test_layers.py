@@ -89,7 +89,7 @@ def test_integers_and_halves_differ_by_their_rounding(bits: int) -> None:
     """Rounded activations, keys and values in float16: near the float32 pass, and layer by layer nearly the same."""
     plain, rounded = decoder(bits=bits), decoder(bits=bits, integer=True)
     if not lowbit.supports_integers():
-        pytest.skip("no integer products here")
+        pytest.skip("the machine has no integer products that the kernel knows")
     assert rounded._compiled is not None
     exact, near = Stream(plain, 3), Stream(rounded, 3, torch.float16)
     by_layer = Stream(rounded, 3, torch.float16)
@@ -108,7 +108,7 @@ def test_integers_and_halves_differ_by_their_rounding(bits: int) -> None:
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
 def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch(integer: bool, kv_dtype: torch.dtype) -> None:
     if integer and not lowbit.supports_integers():
-        pytest.skip("no integer products here")
+        pytest.skip("the machine has no integer products that the kernel knows")
     model = decoder(integer=integer)
     assert model._compiled is not None
     together, alone, chunked = (Stream(model, n, kv_dtype) for n in (2, 1, 1))

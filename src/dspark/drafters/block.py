@@ -70,6 +70,7 @@ class BlockDrafter:
 
     def attach(self, pool: KVPool, first_layer: int) -> None:
         self._pool, self._first_layer = pool, first_layer
+        self._behind = DeferredRows()  # slots of another pool mean nothing here
 
     @property
     def pool(self) -> KVPool:

@@ -200,10 +200,8 @@ class _Bench:
     def _draft(self, batch: Batch, rows: int, context: int) -> float:
         assert self.drafter is not None
         self.drafter.observe(self._observed(batch, context))
-        if isinstance(
-            self.drafter, Deferring
-        ):  # upkeep is a part of drafting: a round leaves a row or two behind
-            self.drafter.catch_up()
+        if isinstance(self.drafter, Deferring):
+            self.drafter.catch_up()  # upkeep is a part of drafting: a round leaves a row or two behind
             self.drafter.observe(self._observed(batch, 1))
         want = np.full(len(batch.running), rows // len(batch.running))
         sampling = SamplingRows.of(batch.requests, self.target.device)
