@@ -71,7 +71,7 @@ def test_serving_form(expected, target, head):
         torch.testing.assert_close(out.logits, expected["target_logits"][0, :anchor], **TOLERANCE)
         request = Request(0, "r", ids.tolist(), SamplingParams(temperature=0), 0, 100, cached=anchor)
         batch = ProposeBatch([request], np.array([5]), SamplingRows.of([request]), tables, [None])
-        hidden = drafter._backbone(batch, np.array([0]))
+        hidden = drafter._backbone(drafter._rows(batch, np.array([0])))
         draft = drafter.propose(batch)
         key = f"{head}.anchor{anchor}"
         torch.testing.assert_close(hidden[None], expected[f"{key}.hidden"], **TOLERANCE)

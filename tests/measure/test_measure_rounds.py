@@ -100,7 +100,7 @@ def test_kinds_without_units_do_nothing(models, monkeypatch):
     def spy(program, kinds, positions, slots, attention, clock):
         from dspark.measure import replay
 
-        bound = target._compiled._bound
+        bound = target._compiled._bound.memory
         for memory in (bound.qkv, bound.normed):
             memory.fill_(7.0)
         monkeypatch.setattr(replay, "_run_kinds", original)

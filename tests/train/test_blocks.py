@@ -52,7 +52,7 @@ def test_training_form_equals_serving_form(method, head):
     at = [(TOKENS, 12), (TOKENS, 19), (TOKENS[:16], 9)]
     for i, (tokens, anchor) in enumerate(at):
         propose = serve_form(target, drafter, tokens, anchor)
-        served = drafter._backbone(propose, np.array([0]))
+        served = drafter._backbone(drafter._rows(propose, np.array([0])))
         torch.testing.assert_close(hidden[i], served)
         draft = drafter.propose(propose)
         # Serving is greedy and training teacher-forced: slot 1 has the same previous token in both.

@@ -60,9 +60,8 @@ class BlockDrafterModel(DrafterModel):
         masks = anchors.new_full((len(anchors), width - 1), self.config.mask_token_id)
         return torch.cat((anchors[:, None], masks), 1)
 
-    def run_blocks(self, token_ids: Tensor, positions: Tensor, attend_in: Callable[[int], Attend]) -> Tensor:
-        """Rows of any number of blocks through the draft layers: [N] -> h [N, H] after the final norm."""
-        x = self.embed(token_ids)
+    def run_blocks(self, x: Tensor, positions: Tensor, attend_in: Callable[[int], Attend]) -> Tensor:
+        """Embedded rows x [N, H] of any number of blocks through the draft layers: h [N, H] after the final norm."""
         rotary = self.rotary(positions, x.dtype)
         for i, layer in enumerate(self.layers):
             x = layer(x, rotary, attend_in(i))

@@ -6,21 +6,20 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.core import Draft, Request
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.base import ObserveBatch, ProposeBatch
 from dspark.drafters.deferred import DeferredRows
+from dspark.drafters.heads import MarkovHead
 from dspark.drafters.quantise import can_quantise, quantise
+from dspark.drafters.slots import SlotSampler
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
-from dspark.kernels.layers import CompiledContext
+from dspark.kernels.draft import BlockRows, CompiledDraft, ContextRows, ContextWeights, HeadWeights
 from dspark.kernels.linear import pack_linear, pack_linears
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, supports_integers
-from dspark.kernels.program import Rotation
 from dspark.kv import KVPool
-from dspark.randomness import Purpose
-from dspark.sampling import argmax, probabilities, sample
 from dspark.target.decoder import Attend, DecoderLayer, compiled_layers
 
 __all__ = ["BlockDrafter"]
@@ -59,11 +58,9 @@ class BlockDrafter:
         else:
             self._context_kv = pack_linear(projection)
         pack_linears(model)
-        windows = [spec.window for spec in self.kv_specs]
-        self._compiled = compiled_layers(model.layers, model.norm, model.rotary, windows)
-        self._compiled_context = compiled_context(model, self._context_kv)
         identity = torch.equal(model.vocab, torch.arange(config.vocab_size, device=model.vocab.device))
         self.vocab = None if identity else model.vocab
+        self._compiled = compiled_draft(model, self._context_kv, self.vocab)
         self._behind = DeferredRows()
         self._pool: KVPool | None = None
         self._first_layer = 0
@@ -88,11 +85,11 @@ class BlockDrafter:
         if (rows := self._behind.take()) is None:
             return
         positions, slots, taps = rows
-        plan = AttentionPlan.for_store(slots, self.pool.block_size)
         keys, values = self._layers()
-        if self._compiled_context is not None and is_fast(keys[0], keys[0].shape[2], plan.block_size):
-            self._compiled_context.store(taps, positions, plan, keys, values)
+        if self._compiled is not None and is_fast(keys[0], keys[0].shape[2], self.pool.block_size):
+            self._compiled(keys, values, ContextRows(positions, slots, taps))
             return
+        plan = AttentionPlan.for_store(slots, self.pool.block_size)
         projected = self._context_kv(self.model.context(taps)).chunk(len(self.kv_specs), -1)
         rotary = self.model.rotary(positions, projected[0].dtype)
         for i, kv in enumerate(projected):
@@ -105,156 +102,111 @@ class BlockDrafter:
         active = np.flatnonzero(batch.lengths)
         if not len(active):
             return Draft.empty(len(batch.lengths), self.model.vocab.device)
-        self.catch_up()
-        hidden = self._backbone(batch, active)
-        block = _Block(self.model, self.vocab, batch, active)
-        block.fill(hidden, self.model.lm_head(hidden))
-        return block.finish(batch.lengths)
+        block, sampler = self._rows(batch, active), SlotSampler(batch, active, self.vocab, self._device)
+        keys, values = self._layers()
+        if self._compiled is None or not is_fast(keys[0], keys[0].shape[2], self.pool.block_size):
+            self.catch_up()
+            hidden = self._backbone(block)
+            return self._fill(sampler, hidden, self.model.lm_head(hidden))
+        behind = self._behind.take()
+        chain = self._compiled.head.chained and sampler.argmax_only
+        rows = None if behind is None else ContextRows(*behind)
+        out = self._compiled(keys, values, rows, block, chain)
+        assert out is not None
+        if out.tokens is None:
+            return self._fill(sampler, out.hidden, out.logits)
+        return sampler.chosen(out.tokens, out.confidence)
 
     def forget(self, request: Request) -> None:
         self._behind.forget(request)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.vocab.device
 
     def _layers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of the draft layers in the pool."""
         layers = slice(self._first_layer, self._first_layer + len(self.kv_specs))
         return self.pool.k[layers], self.pool.v[layers]
 
-    def _backbone(self, batch: ProposeBatch, active: np.ndarray) -> Tensor:
-        """One pass over the blocks of the active requests, side by side: h [sum(lengths), H]."""
-        lengths, device = batch.lengths[active], self.model.vocab.device
-        query_start = np.concatenate(([0], np.cumsum(lengths)))
-        context = np.array([batch.requests[r].cached for r in active], dtype=np.int64)
-        offset = np.arange(query_start[-1]) - np.repeat(query_start[:-1], lengths)
-        positions = np.repeat(context, lengths) + offset
+    def _rows(self, batch: ProposeBatch, active: np.ndarray) -> BlockRows:
+        """The blocks of the active requests side by side: each its anchor and masks behind it."""
+        lengths, size = batch.lengths[active], self.pool.block_size
+        stop = np.cumsum(lengths)
+        start = stop - lengths
+        requests = [batch.requests[r] for r in active.tolist()]
+        context = np.array([r.cached for r in requests], dtype=np.int64)
+        positions = np.arange(stop[-1]) + np.repeat(context - start, lengths)
         tables = batch.block_tables[active]
-        size = self.pool.block_size
         slots = (
-            np.take_along_axis(np.repeat(tables, lengths, 0), (positions // size)[:, None], 1)[:, 0] * size
+            tables[np.repeat(np.arange(len(active)), lengths), positions // size] * size + positions % size
         )
         tokens = np.full(len(positions), self.model.config.mask_token_id, dtype=np.int64)
-        tokens[query_start[:-1]] = [batch.requests[r].token_ids[-1] for r in active]
-        plan = AttentionPlan(
-            query_start=query_start,
-            context_lens=context,
-            block_tables=np.ascontiguousarray(tables),
-            slots=torch.from_numpy(slots + positions % size).to(device),
-            causal=False,  # a block sees itself in both directions
-            block_size=size,
-        )
+        tokens[start] = anchors = np.array([r.token_ids[-1] for r in requests], dtype=np.int64)
+        # A block's own KV lies where `observe` will write the committed rows': beyond the valid length, so nobody
+        # else reads it. It sees itself in both directions.
+        query_start = np.concatenate(([0], stop))
+        at = torch.from_numpy(slots).to(self._device)
+        plan = AttentionPlan(query_start, context, tables, at, causal=False, block_size=size)
+        x = self.model.embed(torch.from_numpy(tokens).to(self._device))
+        return BlockRows(x, torch.from_numpy(positions).to(self._device), plan, lengths, anchors)
 
-        ids, at = torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
-        # The block's own KV lies where `observe` will write the committed rows': beyond the valid length, so nobody
-        # else reads it.
+    def _backbone(self, block: BlockRows) -> Tensor:
+        """One pass over all blocks by modules: h [sum(lengths), H]."""
         keys, values = self._layers()
-        if self._compiled is not None and is_fast(keys[0], self.model.config.head_dim, size):
-            return self._compiled(self.model.embed(ids), at, plan, keys, values)[0]
 
         def attend_in(layer: int) -> Attend:
             k_pool, v_pool = keys[layer], values[layer]
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                store_kv(k, v, k_pool, v_pool, plan)
-                return paged_attention(q, k_pool, v_pool, plan, q.shape[-1] ** -0.5)
+                store_kv(k, v, k_pool, v_pool, block.plan)
+                return paged_attention(q, k_pool, v_pool, block.plan, q.shape[-1] ** -0.5)
 
             return attend
 
-        return self.model.run_blocks(ids, at, attend_in)
+        return self.model.run_blocks(block.x, block.positions, attend_in)
 
-
-def compiled_context(
-    model: BlockDrafterModel, context_kv: Callable[[Tensor], Tensor]
-) -> CompiledContext | None:
-    """The one-call form of `observe` where all its products are low-bit."""
-    fc, gain = model.fc, model.hidden_norm.weight
-    if not (isinstance(fc, LowBitLinear) and isinstance(context_kv, LowBitLinear)):
-        return None
-    layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
-    if not CompiledContext.supports(fc, gain, context_kv, layers[0].head_dim):
-        return None
-    norms = [None if layer.k_norm is None else layer.k_norm.weight for layer in layers]
-    rotary = model.rotary
-    rotation = Rotation(0, layers[0].kv_heads, layers[0].head_dim, rotary.cos, rotary.sin)
-    assert model.hidden_norm.eps is not None
-    return CompiledContext(fc, gain, context_kv, norms, rotation, model.hidden_norm.eps)
-
-
-class _Block:
-    """The sequential stage over A active requests: the tokens so far, and what they were sampled from."""
-
-    def __init__(
-        self, model: BlockDrafterModel, vocab: Tensor | None, batch: ProposeBatch, active: np.ndarray
-    ) -> None:
-        self.model, self.vocab, self.active = model, vocab, active
-        self.count = len(batch.lengths)
-        self.lengths = batch.lengths[active]
-        self.rows = batch.rows if len(active) == self.count else batch.rows.select(active)
-        self.shapers = [batch.shapers[r] for r in active]
-        self.anchors = torch.tensor(
-            [batch.requests[r].token_ids[-1] for r in active], device=model.vocab.device
-        )
-        self.tokens: list[Tensor] = []  # per slot [A]
-        self.probs: list[Tensor] = []  # per slot [A, Vd]
-        self.confidence: Tensor | None = None  # [A, width]
-
-    def fill(self, hidden: Tensor, logits: Tensor) -> None:
+    def _fill(self, sampler: SlotSampler, hidden: Tensor, logits: Tensor) -> Draft:
         """All slots, left to right, from the backbone's ragged rows [sum(lengths), H] and [sum(lengths), Vd]."""
-        hidden, logits = self._padded(hidden), self._padded(logits)
-        head, width = self.model.head, hidden.shape[1]
-        uniforms = None
-        if not self.rows.all_greedy:
-            uniforms = self.rows.uniform(torch.arange(width, device=hidden.device), Purpose.DRAFT)
-        previous, embeddings = self.anchors, []
+        hidden, logits = sampler.padded(hidden), sampler.padded(logits)
+        head, previous, embeddings = self.model.head, sampler.anchors, []
         state = head.initial_state(hidden[:, 0]) if head is not None else None
-        for k in range(width):
+        for k in range(hidden.shape[1]):
             scores = logits[:, k]
             if head is not None and state is not None:
                 embeddings.append(head.w1(previous))
                 features, state = head.step(embeddings[-1], hidden[:, k], state)
                 scores = scores + head.w2(features)
-            previous = self._choose(self._shaped(scores), None if uniforms is None else uniforms[:, k])
-            self.tokens.append(previous)
+            previous = sampler.choose(scores)
+        confidence = None
         if self.model.confidence is not None:
-            previous_tokens = torch.stack(embeddings, 1) if embeddings else None
-            self.confidence = self.model.confidence(hidden, previous_tokens)
+            confidence = self.model.confidence(hidden, torch.stack(embeddings, 1) if embeddings else None)
+        return sampler.draft(confidence)
 
-    def finish(self, lengths: np.ndarray) -> Draft:
-        probs = torch.stack(self.probs, 1) if self.probs else None
-        tokens, confidence = torch.stack(self.tokens, 1), self.confidence
-        if len(self.active) < self.count:
-            tokens = self._spread(tokens)
-            probs = None if probs is None else self._spread(probs)
-            confidence = None if confidence is None else self._spread(confidence)
-        return Draft(tokens, lengths.copy(), probs, self.vocab, confidence)
 
-    def _padded(self, rows: Tensor) -> Tensor:
-        """Ragged rows [sum(lengths), d] -> [A, width, d]; slots past a length repeat its last row."""
-        width = int(self.lengths.max())
-        if (self.lengths == width).all():
-            return rows.unflatten(0, (-1, width))
-        starts = np.cumsum(self.lengths) - self.lengths
-        index = starts[:, None] + np.minimum(np.arange(width), self.lengths[:, None] - 1)
-        return rows[torch.from_numpy(index).to(rows.device)]
-
-    def _shaped(self, scores: Tensor) -> Tensor:
-        """Penalties, bias and masks of the requests that have any, [A, Vd]."""
-        if any(s is not None for s in self.shapers):
-            scores = scores.clone()
-            for i, shaper in enumerate(self.shapers):
-                if shaper is not None:
-                    shaper.shape_draft(scores[i], self.vocab, [int(t[i]) for t in self.tokens])
-        return scores
-
-    def _choose(self, scores: Tensor, u: Tensor | None) -> Tensor:
-        """Target ids [A]: argmax, or a sample from the array that the ratio rule will divide by."""
-        if u is None:
-            chosen = argmax(scores)
-        else:
-            self.probs.append(probabilities(scores, self.rows))
-            chosen = sample(self.probs[-1], u)
-        return chosen if self.vocab is None else self.vocab[chosen]
-
-    def _spread(self, values: Tensor) -> Tensor:
-        """[A, ...] -> [R, ...], zeros for requests that draft nothing."""
-        out = values.new_zeros(self.count, *values.shape[1:])
-        out[torch.from_numpy(self.active).to(values.device)] = values
-        return out
+def compiled_draft(
+    model: BlockDrafterModel, context_kv: Callable[[Tensor], Tensor], vocab: Tensor | None
+) -> CompiledDraft | None:
+    """The one-call form of a round where all products are low-bit, or None where there is none for them."""
+    windows = [spec.window for spec in model.config.layer_config.kv_specs]
+    layers = compiled_layers(model.layers, model.norm, model.rotary, windows)
+    fc, lm_head, head = model.fc, model.lm_head, model.head
+    low_bit = isinstance(fc, LowBitLinear) and isinstance(lm_head, LowBitLinear)
+    if layers is None or not low_bit or not isinstance(context_kv, LowBitLinear):
+        return None
+    norms = [layer.k_norm for layer in model.layers if isinstance(layer, DecoderLayer)]
+    k_norms = tuple(None if k_norm is None else k_norm.weight for k_norm in norms)
+    context = ContextWeights(fc, model.hidden_norm.weight, context_kv, k_norms)
+    confidence = None
+    if model.confidence is not None:
+        proj = model.confidence.proj
+        assert isinstance(proj, nn.Linear)
+        confidence = (proj.weight[0].contiguous(), float(proj.bias[0]))
+    w1 = w2 = None
+    if type(head) is MarkovHead and isinstance(head.w2, LowBitLinear):
+        w1, w2 = head.w1.weight, head.w2
+    chained = head is None or w2 is not None
+    heads = HeadWeights(lm_head, vocab, w1, w2, confidence if chained else None, chained)
+    if not CompiledDraft.supports(context, layers, heads):
+        return None
+    return CompiledDraft(context, layers, heads, model.config.block_size)

@@ -27,6 +27,8 @@ class SlotSampler:
         self.lengths = batch.lengths[active]
         self.rows = batch.rows if len(active) == self.count else batch.rows.select(active)
         self.shapers = [batch.shapers[r] for r in active]
+        requests = [batch.requests[r] for r in active.tolist()]
+        self.anchors = torch.tensor([r.token_ids[-1] for r in requests], device=device)  # [A]
         self.uniforms: Tensor | None = None  # [A, width]
         if not self.rows.all_greedy:
             slots = torch.arange(int(self.lengths.max()), device=device)
@@ -44,6 +46,25 @@ class SlotSampler:
             chosen = sample(self.probs[-1], self.uniforms[:, k])
         self.tokens.append(chosen if self.vocab is None else self.vocab[chosen])
         return self.tokens[-1]
+
+    @property
+    def argmax_only(self) -> bool:
+        """Whether all choices are the argmax of unshaped scores."""
+        return self.uniforms is None and all(s is None for s in self.shapers)
+
+    def chosen(self, tokens: Tensor, confidence: Tensor | None) -> Draft:
+        """The block of the whole batch from tokens [A, width] chosen elsewhere, where `argmax_only`."""
+        self.tokens = [*tokens.unbind(1)]
+        return self.draft(confidence)
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """Ragged rows [sum(lengths), d] -> [A, width, d]; slots past a length repeat its last row."""
+        width = int(self.lengths.max())
+        if (self.lengths == width).all():
+            return rows.unflatten(0, (-1, width))
+        starts = np.cumsum(self.lengths) - self.lengths
+        index = starts[:, None] + np.minimum(np.arange(width), self.lengths[:, None] - 1)
+        return rows[torch.from_numpy(index).to(rows.device)]
 
     def draft(self, confidence: Tensor | None) -> Draft:
         """The block of the whole batch; `confidence` [A, width] as logits."""

@@ -1,4 +1,4 @@
-"""Decoder layers, and a drafter's context projection, as programs: one call a pass, for few rows on a CPU.
+"""Decoder layers as a program: one call a pass, for few rows on a CPU.
 
 layers = CompiledLayers([LayerWeights(...), ...], norm, rotation, eps)
 normed, tapped = layers(x, positions, plan, keys, values, taps)
@@ -19,11 +19,12 @@ from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import (
     Program,
     Rotation,
+    Rows,
     Step,
     attend,
+    gather,
     norm,
     product,
-    quantize,
     rotate,
     swiglu,
     width,
@@ -31,7 +32,7 @@ from dspark.kernels.program import (
 from dspark.kernels.program_numba import NORM
 from dspark.kernels.simd import LANES
 
-__all__ = ["CompiledContext", "CompiledLayers", "LayerWeights"]
+__all__ = ["CompiledLayers", "LayerMemory", "LayerWeights", "room"]
 
 UNLIMITED = 2**62  # a window that hides nothing
 
@@ -101,24 +102,23 @@ class CompiledLayers:
         """
         rows, bound = len(x), self._bound
         if bound is None or not bound.fits(rows, keys, taps):
-            bound = self._bound = _Bound(self, _capacity(rows), keys, values, taps)
+            bound = self._bound = _Bound(self, room(rows), keys, values, taps)
         check_pool(keys[0], values[0], plan)
-        assert rows == 0 or int(positions.max()) < len(self.rotation.cos)
+        self.check_positions(positions)
         return bound.run(x, positions.contiguous(), plan)
 
+    def check_positions(self, positions: Tensor) -> None:
+        """The compiled path trusts its indices: they must lie inside the rotary table."""
+        assert not len(positions) or int(positions.max()) < len(self.rotation.cos)
 
-class _Bound:
-    """The program over one pool and one set of taps, with memory for `capacity` rows."""
+
+class LayerMemory:
+    """Working memory of layers for up to `capacity` rows over one pool, and the steps that use it."""
 
     def __init__(
-        self,
-        layers: CompiledLayers,
-        capacity: int,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        taps: tuple[int, ...],
+        self, layers: CompiledLayers, capacity: int, keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> None:
-        self.layers, self.capacity, self.keys, self.values, self.taps = layers, capacity, keys, values, taps
+        self.layers, self.capacity, self.keys, self.values = layers, capacity, keys, values
         first, shape = layers.layers[0], layers.rotation
         size, heads = len(layers.norm), shape.heads * shape.head_dim
         self.normed, self.out = torch.empty(capacity, size), torch.empty(capacity, width(first.o))
@@ -131,12 +131,14 @@ class _Bound:
             for p in (first.qkv, first.o, first.down)
         )
         self.attention = np.zeros(len(layers.layers), dtype=ATTENTION_CALL)
-        steps = [step for i, layer in enumerate(layers.layers) for step in self._steps(i, layer)]
-        self.program = Program([*steps, norm(layers.norm, layers.eps, None, add=self.out)], shape)
-        self.norms = self.program.of_kind(NORM)
-        self.entries = self.norms[::2]  # where layers begin, and the last
 
-    def _steps(self, i: int, layer: LayerWeights) -> list[Step]:
+    def steps(self, out: Tensor | None = None, codes: Tensor | None = None) -> list[Step]:
+        """All layers and the norm behind them, which goes to `out` (or is set later), and its codes."""
+        layers = self.layers
+        steps = [step for i, layer in enumerate(layers.layers) for step in self._layer(i, layer)]
+        return [*steps, norm(layers.norm, layers.eps, out, add=self.out, codes=codes)]
+
+    def _layer(self, i: int, layer: LayerWeights) -> list[Step]:
         eps, heads = self.layers.eps, self.layers.rotation
         q_and_k = (layer.q_norm, layer.k_norm)
         codes = self.normed_codes
@@ -153,7 +155,7 @@ class _Bound:
             product(layer.qkv, normed, self.qkv),
             rotate(self.qkv, 0, heads, self.keys[i], self.values[i], self.q, layer.qkv.bias, q_and_k, eps),
             attend(self.attention[i : i + 1]),
-            *([] if self.mixed_codes is None else [quantize(self.mixed, self.mixed_codes)]),
+            *([] if self.mixed_codes is None else [gather(self.mixed, codes=self.mixed_codes)]),
             product(layer.o, mixed, self.out),
             norm(layer.post_norm, eps, self.normed, add=self.out, codes=codes),
             product(layer.gate_up, normed, self.gates),
@@ -161,18 +163,42 @@ class _Bound:
             product(layer.down, gated, self.out),
         ]
 
-    def fits(self, rows: int, keys: Sequence[Tensor], taps: tuple[int, ...]) -> bool:
-        return rows <= self.capacity and taps == self.taps and keys[0].data_ptr() == self.keys[0].data_ptr()
+    def fits(self, rows: int, keys: Sequence[Tensor]) -> bool:
+        return rows <= self.capacity and keys[0].data_ptr() == self.keys[0].data_ptr()
 
-    def run(self, x: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        layers, shape, work, size = self.layers, self.layers.rotation, plan.work, x.shape[1]
+    def plan(self, plan: AttentionPlan) -> int:
+        """Have all layers attend by `plan`; returns the units of work in that."""
+        shape, work, calls = self.layers.rotation, plan.work, self.attention
         work.bind(shape.heads, shape.kv_heads, shape.head_dim)
-        calls = self.attention
         calls[:] = work.call[0]
         calls["q"], calls["out"] = self.q.data_ptr(), self.mixed.data_ptr()
         calls["k"], calls["v"] = ([t.data_ptr() for t in side] for side in (self.keys, self.values))
         calls["kv_bytes"] = self.keys[0].itemsize
-        calls["window"], calls["scale"] = layers.windows, shape.head_dim**-0.5
+        calls["window"], calls["scale"] = self.layers.windows, shape.head_dim**-0.5
+        return int(work.call["num_units"][0])
+
+
+class _Bound:
+    """The program over one pool and one set of taps, with memory for `capacity` rows."""
+
+    def __init__(
+        self,
+        layers: CompiledLayers,
+        capacity: int,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        taps: tuple[int, ...],
+    ) -> None:
+        self.memory, self.taps = LayerMemory(layers, capacity, keys, values), taps
+        self.program = Program(self.memory.steps(), layers.rotation)
+        self.norms = self.program.of_kind(NORM)
+        self.entries = self.norms[::2]  # where layers begin, and the last
+
+    def fits(self, rows: int, keys: Sequence[Tensor], taps: tuple[int, ...]) -> bool:
+        return taps == self.taps and self.memory.fits(rows, keys)
+
+    def run(self, x: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        size = x.shape[1]
         normed, tapped = torch.empty_like(x), torch.empty(len(x), len(self.taps) * size)
         steps = self.program.steps
         steps["x"][self.norms] = x.data_ptr()
@@ -180,88 +206,11 @@ class _Bound:
         for column, layer in enumerate(self.taps):
             steps["tap"][self.entries[layer + 1]] = tapped.data_ptr() + 4 * size * column
         steps["tap_step"] = size * len(self.taps)
-        self.program.run(len(x), positions, plan.slots.contiguous(), int(work.call["num_units"][0]))
+        units = self.memory.plan(plan)
+        self.program.run([Rows(len(x), positions, plan.slots.contiguous())], units)
         return normed, tapped
 
 
-class CompiledContext:
-    """A drafter's context (eqs. 2-3): RMSNorm(W_c taps), and its keys and values for every draft layer.
-
-    Args:
-        fc: W_c. norm: gain of the context's norm. kv: keys and values of all draft layers, side by side.
-        k_norms: each layer's norm of keys, or None.
-        rotation: no query heads.
-    """
-
-    def __init__(
-        self,
-        fc: LowBitLinear,
-        norm: Tensor,
-        kv: LowBitLinear,
-        k_norms: Sequence[Tensor | None],
-        rotation: Rotation,
-        eps: float,
-    ) -> None:
-        self.fc, self.norm, self.kv, self.k_norms, self.rotation, self.eps = (
-            fc,
-            norm,
-            kv,
-            k_norms,
-            rotation,
-            eps,
-        )
-        self._capacity = 0
-        self._first_key = 0
-        self._program: Program | None = None
-        self._memory: tuple[Tensor, ...] = ()
-
-    @staticmethod
-    def supports(fc: LowBitLinear, norm: Tensor, kv: LowBitLinear, head_dim: int) -> bool:
-        packed = fc.packed is not None and kv.packed is not None and fc.bias is None and kv.bias is None
-        packed = packed and fc.integer == kv.integer
-        return (
-            packed and norm.dtype == torch.float32 and len(norm) % LANES == 0 and head_dim // 2 % LANES == 0
-        )
-
-    def store(
-        self,
-        taps: Tensor,
-        positions: Tensor,
-        plan: AttentionPlan,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> None:
-        """Write the keys and values of rows `taps` [N, m * H] to `plan.slots`."""
-        rows = len(taps)
-        if self._program is None or rows > self._capacity or keys[0].data_ptr() != self._first_key:
-            self._bind(_capacity(rows), keys, values)
-        assert self._program is not None
-        check_pool(keys[0], values[0], plan)
-        assert rows == 0 or int(positions.max()) < len(self.rotation.cos)
-        self._memory[0][:rows] = taps
-        self._program.run(rows, positions.contiguous(), plan.slots.contiguous())
-
-    def _bind(self, capacity: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        sizes = (self.fc.in_features, width(self.fc), len(self.norm), width(self.kv))
-        taps, fused, context, kv = self._memory = tuple(torch.empty(capacity, size) for size in sizes)
-        shape = self.rotation
-        if self.fc.integer:
-            codes = [torch.empty(capacity, p.code_bytes, dtype=torch.uint8) for p in (self.fc, self.kv)]
-            self._memory += (*codes,)
-            steps = [quantize(taps, codes[0]), product(self.fc, codes[0], fused)]
-            steps += [
-                norm(self.norm, self.eps, context, fused, codes=codes[1]),
-                product(self.kv, codes[1], kv),
-            ]
-        else:
-            steps = [product(self.fc, taps, fused), norm(self.norm, self.eps, context, fused)]
-            steps.append(product(self.kv, context, kv))
-        for i, k_norm in enumerate(self.k_norms):
-            column = i * 2 * shape.kv_heads * shape.head_dim
-            steps.append(rotate(kv, column, shape, keys[i], values[i], norms=(None, k_norm), eps=self.eps))
-        self._program, self._capacity, self._first_key = Program(steps, shape), capacity, keys[0].data_ptr()
-
-
-def _capacity(rows: int) -> int:
-    """Room for `rows` rows and some more, so that it is seldom made anew."""
+def room(rows: int) -> int:
+    """Capacity for `rows` rows and some more, so that it is seldom made anew."""
     return max(16, 1 << (rows - 1).bit_length())

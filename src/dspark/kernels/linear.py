@@ -88,6 +88,6 @@ def pack_linears(module: nn.Module, batch_hint: int = BATCH_HINT) -> nn.Module:
         return pack(module)
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child.out_features > 1:  # a dot product gains nothing
                 parent._modules[name] = pack(child)
     return module

@@ -198,4 +198,5 @@ def lowbit_linears(module: nn.Module, bits: int = 8, integer: bool = False) -> n
 
 
 def _divisible(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and module.in_features % BLOCK == 0
+    """Whole blocks in; and more than one output, which alone would be padded to a tile."""
+    return type(module) is nn.Linear and module.in_features % BLOCK == 0 and module.out_features > 1

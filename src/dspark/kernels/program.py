@@ -4,12 +4,15 @@ Called one by one from Python, the dozen operations between the products of a de
 reading its weights. Here they are steps of a program that is made once; see `program_numba` for what a step can do.
 Products and attention are those of `lowbit` and `attention`, and like theirs a row's result is bitwise the same
 alone, in any batch and with any number of threads.
+
+A step works on the rows of one *group*: a drafter's program has one for the context it catches up with, one for
+its blocks, and one for each slot of them. How many rows a group has is said at each run; none leaves its steps out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,11 +24,12 @@ from dspark.kernels.lowbit_numba import CALL as PRODUCT_CALL
 from dspark.kernels.parallel import parallel
 from dspark.kernels.program_numba import (
     ATTEND,
+    CHOOSE,
+    GATHER,
     NORM,
     PASS,
     PASS_TYPE,
     PRODUCT,
-    QUANTIZE,
     ROTARY,
     STEP,
     SWIGLU,
@@ -35,14 +39,17 @@ from dspark.kernels.records import TILE
 from dspark.kernels.worker import load_worker
 
 __all__ = [
+    "Confidence",
     "Program",
     "Rotation",
+    "Rows",
     "Step",
     "attend",
+    "choose",
     "compile_worker",
+    "gather",
     "norm",
     "product",
-    "quantize",
     "rotate",
     "swiglu",
     "width",
@@ -65,6 +72,20 @@ class Step:
     units: int
     per_row: bool = True
     product: LowBitLinear | None = None
+    group: int = 0
+
+    def of(self, group: int) -> Step:
+        """The same for the rows of another group."""
+        return replace(self, group=group)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A group's rows in one run; those that are rotated state positions and slots, [count] int64."""
+
+    count: int
+    positions: Tensor | None = None
+    slots: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -91,10 +112,55 @@ def product(layer: LowBitLinear, x: Tensor, out: Tensor) -> Step:
     return Step(fields, layer.call_fields()["tiles"], per_row=False, product=layer)
 
 
-def quantize(x: Tensor, codes: Tensor) -> Step:
-    """codes [N, code_bytes] uint8 of x [N, size], rounded to 8 bits: see `integers_numba`."""
-    fields = {"kind": QUANTIZE, "x": x.data_ptr(), "x_step": x.shape[1], "size": x.shape[1]}
-    return Step({**fields, "codes": codes.data_ptr()}, 1)
+def gather(
+    x: Tensor, index: Tensor | None = None, out: Tensor | None = None, codes: Tensor | None = None
+) -> Step:
+    """Rows of x [n, size] that `index` [N] int64 names, or the first N: to `out`, and rounded to 8 bits to `codes`
+    [N, code_bytes] uint8 (see `integers_numba`)."""
+    size = x.shape[1]
+    fields = {"kind": GATHER, "x": x.data_ptr(), "x_step": size, "size": size, "index": _at(index)}
+    return Step({**fields, "out": _at(out), "out_step": size, "codes": _at(codes)}, 1)
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """What a choice's confidence is computed from: weight [H + r] over a row's hidden state and the token before it."""
+
+    weight: Tensor
+    bias: float
+    hidden: Tensor  # [n, H], rows as those of the scores
+    embedding: Tensor | None  # [V, r]
+    previous: Tensor  # [N] int64
+    out: Tensor  # [N]
+
+
+def choose(
+    scores: Tensor,
+    size: int,
+    index: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    vocab: Tensor | None = None,
+    confidence: Confidence | None = None,
+) -> Step:
+    """out [N] int64 = vocab[argmax(scores[index] + bias)] over the first `size` columns, the first of equals."""
+    fields: dict[str, int | float] = {
+        "kind": CHOOSE,
+        "x": scores.data_ptr(),
+        "x_step": scores.shape[1],
+        "size": size,
+        "index": index.data_ptr(),
+        "out": out.data_ptr(),
+        "y": _at(bias),
+        "out_step": 0 if bias is None else bias.shape[1],
+        "vocab": _at(vocab),
+    }
+    if (c := confidence) is not None:
+        fields |= {"confidence": c.out.data_ptr(), "weight": c.weight.data_ptr(), "bias": c.bias}
+        fields |= {"hidden": c.hidden.data_ptr(), "hidden_size": c.hidden.shape[1]}
+        fields |= {"embedding": _at(c.embedding), "previous": c.previous.data_ptr()}
+        fields |= {"embedding_size": 0 if c.embedding is None else c.embedding.shape[1]}
+    return Step(fields, 1)
 
 
 def norm(
@@ -172,11 +238,14 @@ class Program:
     """
 
     def __init__(self, steps: Sequence[Step], shape: Rotation) -> None:
-        products = [step.product for step in steps if step.product is not None]
-        self.num_weights = sum(p.in_features * p.out_features for p in products)
+        products = [step for step in steps if step.product is not None]
+        layers = [step.product for step in products if step.product is not None]
+        self._weights = np.array([layer.in_features * layer.out_features for layer in layers])
         self.steps = np.zeros(len(steps), dtype=STEP)
         self._units = np.array([step.units for step in steps])
         self._per_row = np.array([step.per_row for step in steps])
+        self._group = np.array([step.group for step in steps])
+        self._product_group = np.array([step.group for step in products])
         self._calls = np.zeros(len(products), dtype=PRODUCT_CALL)
         calls = iter(range(len(products)))
         for record, step in zip(self.steps, steps, strict=True):
@@ -188,6 +257,8 @@ class Program:
                     call[name] = value
                 call["x"], call["out"] = record["x"], record["out"]
                 record["call"] = call.ctypes.data
+        self._attends = self.of_kind(ATTEND)
+        self._rotates = self.of_kind(ROTARY)
         self._counters = np.zeros((len(steps), COUNTER_STEP), dtype=np.int64)
         self.steps["next_unit"] = self._counters.ctypes.data + 8 * COUNTER_STEP * np.arange(len(steps))
         self.steps["finished"] = self.steps["next_unit"] + 8
@@ -205,18 +276,28 @@ class Program:
         """Numbers of the steps of a kind."""
         return np.flatnonzero(self.steps["kind"] == kind)
 
-    def run(self, rows: int, positions: Tensor, slots: Tensor, attention_units: int = 0) -> None:
-        """Run over `rows` rows at `positions` [rows], whose keys and values go to `slots` [rows]; int64."""
-        assert positions.is_contiguous()
-        assert slots.is_contiguous()
-        units = np.where(self._per_row, self._units * rows, self._units)
-        self.steps["units"] = np.where(self.steps["kind"] == ATTEND, attention_units, units)
-        self._calls["rows"] = rows
+    def run(self, groups: Sequence[Rows], attention_units: int = 0) -> None:
+        """Run over the rows of each group; their positions and slots are contiguous."""
+        counts = np.array([rows.count for rows in groups])
+        positions, slots = ([_at(side) for side in sides] for sides in zip(*map(_sides, groups), strict=True))
+        of_step = counts[self._group]
+        units = np.where(self._per_row, self._units * of_step, np.where(of_step > 0, self._units, 0))
+        units[self._attends] = attention_units
+        self.steps["units"] = units
+        group = self._group[self._rotates]
+        self.steps["positions"][self._rotates] = np.array(positions)[group]
+        self.steps["slots"][self._rotates] = np.array(slots)[group]
+        self._calls["rows"] = rows = counts[self._product_group]
         self._counters[:] = 0
-        self._pass["positions"], self._pass["slots"] = positions.data_ptr(), slots.data_ptr()
         threads, address = torch.get_num_threads(), self._pass.ctypes.data
         compiled = load_worker(program_worker, PASS_TYPE)
-        if threads == 1 or rows * self.num_weights < PARALLEL_WORK:
+        if threads == 1 or rows @ self._weights < PARALLEL_WORK:
             compiled.work(address)
         else:
             parallel()(compiled.address, address, threads)
+
+
+def _sides(rows: Rows) -> tuple[Tensor | None, Tensor | None]:
+    for side in (rows.positions, rows.slots):
+        assert side is None or (side.is_contiguous() and len(side) == rows.count)
+    return rows.positions, rows.slots

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The compiled kernel behind `program`: a pass through decoder layers as a list of steps.
+"""The compiled kernel behind `program`: a pass of a target or a drafter as a list of steps.
 
 A step is cut into units that any worker may draw (a row, a tile of outputs, a piece of attention). A worker goes
 on to the next step when all units of this one are done, not when all workers are there: one that the system has
@@ -15,33 +15,42 @@ from dspark.kernels.integers_numba import CODES_BYTES, quantize_row
 from dspark.kernels.lowbit_numba import CALL_TYPE as PRODUCT_TYPE
 from dspark.kernels.lowbit_numba import SCRATCH, multiply_tile
 from dspark.kernels.records import BLOCK
-from dspark.kernels.rows import add_rows, rotate_row, scale_row, square_sum, swiglu_row
+from dspark.kernels.rows import (
+    add_rows,
+    dot_rows,
+    largest_sum,
+    rotate_row,
+    scale_row,
+    square_sum,
+    swiglu_row,
+)
 from dspark.kernels.simd import fetch_add, pointer, record_pointer, wait_for
 
 __all__ = [
     "ATTEND",
+    "CHOOSE",
+    "GATHER",
     "NORM",
     "PASS",
     "PASS_TYPE",
     "PRODUCT",
-    "QUANTIZE",
     "ROTARY",
     "STEP",
     "SWIGLU",
     "program_worker",
 ]
 
-NORM, PRODUCT, ROTARY, ATTEND, SWIGLU, QUANTIZE = range(6)
+NORM, PRODUCT, ROTARY, ATTEND, SWIGLU, GATHER, CHOOSE = range(7)
 
 # One record serves all kinds of steps; addresses that a step has no use for are 0. `next_unit` and `finished` are
 # addresses of counters, `call` that of the CALL of a product or an attention.
 _STEP = "kind units next_unit finished call x y out weight tap x_step out_step tap_step codes size"
-_ROTARY = "q_norm k_norm k_pool v_pool heads kv_heads head_dim block_size kv_bytes"
-STEP = np.dtype([*((name, np.int64) for name in f"{_STEP} {_ROTARY}".split()), ("eps", np.float64)])
+_ROTARY = "positions slots q_norm k_norm k_pool v_pool heads kv_heads head_dim block_size kv_bytes"
+_CHOICE = "index vocab confidence hidden hidden_size embedding embedding_size previous"
+_FIELDS = f"{_STEP} {_ROTARY} {_CHOICE}".split()
+STEP = np.dtype([*((name, np.int64) for name in _FIELDS), ("eps", np.float64), ("bias", np.float64)])
 # What all steps of a pass share. `attention`: a CALL that states the shape, 0 without attention.
-PASS = np.dtype(
-    [(n, np.int64) for n in ["steps", "num_steps", "attention", "positions", "slots", "cos", "sin"]]
-)
+PASS = np.dtype([(name, np.int64) for name in ["steps", "num_steps", "attention", "cos", "sin"]])
 PASS_TYPE = from_dtype(PASS)
 
 _step_at = record_pointer(from_dtype(STEP))
@@ -55,8 +64,13 @@ def _floats(address, count):
 
 
 @njit(inline="always")
+def _integers(address, count):
+    return carray(pointer(address, np.int64(0)), count)
+
+
+@njit(inline="always")
 def _integer(address, index):
-    return carray(pointer(address, np.int64(0)), index + 1)[index]
+    return _integers(address, index + 1)[index]
 
 
 @njit
@@ -95,14 +109,14 @@ def _rotary(shared, step, row, head):
     x = step.x + 4 * (step.x_step * row + head * dim)
     if step.y:
         add_rows(x, step.y + 4 * head * dim, x, dim)
-    position = _integer(shared.positions, row)
+    position = _integer(step.positions, row)
     cos, sin = shared.cos + 4 * half * position, shared.sin + 4 * half * position
     if head < step.heads:
         if step.q_norm:
             _norm_row(x, step.q_norm, x, dim, step.eps)
         rotate_row(x, cos, sin, step.out + 4 * (step.heads * row + head) * dim, half)
         return
-    slot = _integer(shared.slots, row)
+    slot = _integer(step.slots, row)
     kv_head, block, offset = head - step.heads, slot // step.block_size, slot % step.block_size
     if kv_head >= step.kv_heads:
         store_value(step, x, (block - 1) * step.kv_heads + kv_head, offset)
@@ -122,6 +136,33 @@ def _swiglu(step, row):
 
 
 @njit
+def _gather(step, unit):
+    """Row index[unit] (row `unit` without an index): a copy to `out`, and its codes."""
+    row = _integer(step.index, unit) if step.index else unit
+    x = step.x + 4 * step.x_step * row
+    if step.out:
+        copied = _floats(step.out + 4 * step.out_step * unit, step.size)
+        copied[:] = _floats(x, step.size)
+    _quantize(step, unit, x)
+
+
+@njit
+def _choose(step, unit):
+    """out[unit] = vocab[argmax(x + y)] of row index[unit] of x and row `unit` of y; and the choice's confidence."""
+    row = _integer(step.index, unit)
+    y = step.y + 4 * step.out_step * unit if step.y else 0
+    best = largest_sum(step.x + 4 * step.x_step * row, y, step.size)
+    _integers(step.out, unit + 1)[unit] = _integer(step.vocab, best) if step.vocab else best
+    if step.confidence:
+        hidden = step.hidden + 4 * step.hidden_size * row
+        logit = np.float32(step.bias) + dot_rows(step.weight, hidden, step.hidden_size)
+        if step.embedding:
+            embedded = step.embedding + 4 * step.embedding_size * _integer(step.previous, unit)
+            logit += dot_rows(step.weight + 4 * step.hidden_size, embedded, step.embedding_size)
+        _floats(step.confidence, unit + 1)[unit] = logit
+
+
+@njit
 def _unit(shared, step, unit, product_scratch, scratch, running):
     if step.kind == PRODUCT:
         multiply_tile(carray(_product_at(step.call), 1)[0], unit, product_scratch)
@@ -134,8 +175,10 @@ def _unit(shared, step, unit, product_scratch, scratch, running):
         _rotary(shared, step, unit // heads, unit % heads)
     elif step.kind == SWIGLU:
         _swiglu(step, unit)
+    elif step.kind == GATHER:
+        _gather(step, unit)
     else:
-        _quantize(step, unit, step.x + 4 * step.x_step * unit)
+        _choose(step, unit)
 
 
 def program_worker(pointer_to_pass):

@@ -13,9 +13,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from dspark.kernels.simd import FLOAT, I64, LANES, VECTOR, constant, exp2, fma, load, splat, store
+from dspark.kernels.simd import FLOAT, I64, INDEX, LANES, VECTOR, constant, exp2, fma, load, splat, store
 
-__all__ = ["add_rows", "rotate_row", "scale_row", "square_sum", "swiglu_row"]
+__all__ = ["add_rows", "dot_rows", "largest_sum", "rotate_row", "scale_row", "square_sum", "swiglu_row"]
 
 _LOG2_E = 1.4426950408889634
 
@@ -40,23 +40,73 @@ def add_rows(typingctx: Any, x: Any, y: Any, out: Any, count: Any) -> Any:
     return types.void(*[types.int64] * 4), codegen
 
 
+def _dot(builder: Any, x: Any, y: Any, count: Any) -> Any:
+    """sum_i x[i] y[i], lane by lane and then across the lanes."""
+    sums = cgutils.alloca_once_value(builder, constant(0.0))
+    builder.store(constant(0.0), sums)
+    with _each_vector(builder, count) as at:
+        value = fma(builder, load(builder, x, at), load(builder, y, at), builder.load(sums))
+        builder.store(value, sums)
+    total, lanes = FLOAT(0.0), builder.load(sums)
+    for lane in range(LANES):
+        total = builder.fadd(total, builder.extract_element(lanes, ir.IntType(32)(lane)))
+    return total
+
+
 @intrinsic
 def square_sum(typingctx: Any, x: Any, count: Any) -> Any:
-    """sum_i x[i]^2, lane by lane and then across the lanes."""
+    """sum_i x[i]^2."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, count = args
-        sums = cgutils.alloca_once_value(builder, constant(0.0))
-        builder.store(constant(0.0), sums)
-        with _each_vector(builder, count) as at:
-            value = load(builder, x, at)
-            builder.store(fma(builder, value, value, builder.load(sums)), sums)
-        total, lanes = FLOAT(0.0), builder.load(sums)
-        for lane in range(LANES):
-            total = builder.fadd(total, builder.extract_element(lanes, ir.IntType(32)(lane)))
-        return total
+        return _dot(builder, x, x, count)
 
     return types.float32(*[types.int64] * 2), codegen
+
+
+@intrinsic
+def dot_rows(typingctx: Any, x: Any, y: Any, count: Any) -> Any:
+    """sum_i x[i] y[i]."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _dot(builder, *args)
+
+    return types.float32(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def largest_sum(typingctx: Any, x: Any, y: Any, count: Any) -> Any:
+    """argmax_i x[i] + y[i], the first of equals; 0 if no sum is a number. y may be 0: of x alone."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, y, count = args
+        lanes = [ir.Constant(INDEX, list(range(LANES))), ir.Constant(INDEX, [0] * LANES)]
+        lowest = constant(float("-inf"))
+        best, best_at = (cgutils.alloca_once_value(builder, v) for v in (lowest, lanes[1]))
+        builder.store(lowest, best)
+        builder.store(lanes[0], best_at)
+        added = builder.icmp_signed("!=", y, I64(0))
+        other = builder.select(added, y, x)  # something to read where there is nothing to add
+        with _each_vector(builder, count) as at:
+            value = load(builder, x, at)
+            value = builder.select(added, builder.fadd(value, load(builder, other, at)), value)
+            here = builder.add(splat(builder, builder.trunc(at, ir.IntType(32)), INDEX), lanes[0])
+            more = builder.fcmp_ordered(">", value, builder.load(best))
+            builder.store(builder.select(more, value, builder.load(best)), best)
+            builder.store(builder.select(more, here, builder.load(best_at)), best_at)
+        values, places = builder.load(best), builder.load(best_at)
+        top, place = FLOAT(float("-inf")), ir.IntType(32)(0)
+        for lane in range(LANES):
+            number = ir.IntType(32)(lane)
+            value, at = builder.extract_element(values, number), builder.extract_element(places, number)
+            more = builder.fcmp_ordered(">", value, top)
+            first = builder.and_(builder.fcmp_ordered("==", value, top), builder.icmp_signed("<", at, place))
+            first = builder.and_(first, builder.fcmp_ordered(">", value, FLOAT(float("-inf"))))
+            take = builder.or_(more, first)
+            top, place = builder.select(more, value, top), builder.select(take, at, place)
+        return builder.sext(place, I64)
+
+    return types.int64(*[types.int64] * 3), codegen
 
 
 @intrinsic

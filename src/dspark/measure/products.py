@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from dspark.core import DSparkError
 from dspark.kernels.linear import PackedLinear
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, gather_weights, supports, supports_integers
-from dspark.kernels.program import Program, Rotation, product, width
+from dspark.kernels.program import Program, Rotation, Rows, product, width
 from dspark.measure.limits import Arithmetic, Reading
 from dspark.measure.timing import Clock, clock_name, seconds, spread, suitable_clock
 from dspark.target.blocks import fuse_blocks, read_blocks
@@ -131,12 +131,11 @@ class Products:
         steps = [product(layer, inputs[layer.in_features], outputs[width(layer)]) for layer in layers]
         none = torch.zeros(1, 1)
         program = Program(steps, Rotation(heads=1, kv_heads=1, head_dim=1, cos=none, sin=none))
-        nowhere = torch.zeros(self._max_rows, dtype=torch.int64)  # products look at no position
 
         def run(rows: int) -> None:
             assert outputs, "the program writes there"
             assert inputs, "and reads here"
-            program.run(rows, nowhere[:rows], nowhere[:rows])
+            program.run([Rows(rows)])
 
         self.ways[one_call], self.num_bytes[one_call] = run, num_bytes
 

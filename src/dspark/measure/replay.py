@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.attention import AttentionPlan, is_fast
-from dspark.kernels.program import Program
-from dspark.kernels.program_numba import ATTEND, NORM, PRODUCT, ROTARY, SWIGLU
+from dspark.kernels.program import Program, Rows
+from dspark.kernels.program_numba import ATTEND, GATHER, NORM, PRODUCT, ROTARY, SWIGLU
 from dspark.kv import KVPool
 from dspark.measure.timing import Clock, seconds
 from dspark.target.base import ForwardBatch
@@ -28,7 +28,8 @@ __all__ = ["PARTS", "PassReplay"]
 PARTS: dict[str, tuple[int, ...]] = {
     "products": (PRODUCT,),
     "attention": (ATTEND,),
-    "small": (NORM, ROTARY, SWIGLU),  # norms with residual sums, rotary with the KV's writes, SwiGLU
+    # Norms with residual sums, rotary with the KV's writes, SwiGLU, rounding of activations.
+    "small": (NORM, ROTARY, SWIGLU, GATHER),
 }
 ALL = sum(PARTS.values(), ())
 
@@ -97,7 +98,7 @@ def _run_kinds(
     whole = program._units
     program._units = np.where(np.isin(program.steps["kind"], kinds), whole, 0)
     units = attention if ATTEND in kinds else 0
-    run: Callable[[], None] = lambda: program.run(len(positions), positions, slots, units)  # noqa: E731
+    run: Callable[[], None] = lambda: program.run([Rows(len(positions), positions, slots)], units)  # noqa: E731
     try:
         return seconds(run, clock)
     finally:

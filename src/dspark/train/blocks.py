@@ -114,7 +114,7 @@ def block_forward(model: BlockDrafterModel, batch: BlockBatch) -> BlockOutput:
         return attend
 
     inputs = model.block_inputs(batch.tokens[:, 0], gamma)
-    hidden = model.run_blocks(inputs.flatten(), positions, attend_in).unflatten(0, (n, gamma))
+    hidden = model.run_blocks(model.embed(inputs.flatten()), positions, attend_in).unflatten(0, (n, gamma))
     logits, embedded = model.lm_head(hidden), None
     if model.head is not None:
         bias, embedded = model.head.block(batch.tokens[:, :-1], hidden)

@@ -1,0 +1,286 @@
+"""A block drafter's part of a round as a program: one call, for few rows on a CPU.
+
+    draft = CompiledDraft(ContextWeights(...), layers, HeadWeights(...), block_size)
+    draft(keys, values, context)                       # follow commits: the keys and values of their rows (eqs. 2-3)
+    block = draft(keys, values, context, rows)         # and draft: backbone, LM head, greedy Markov chain (eqs. 4-5)
+
+Groups of rows (see `program`): the blocks', the context's, and one for each slot of the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.kernels.attention import AttentionPlan, check_pool
+from dspark.kernels.layers import CompiledLayers, LayerMemory, room
+from dspark.kernels.lowbit import LowBitLinear
+from dspark.kernels.program import (
+    Confidence,
+    Program,
+    Rotation,
+    Rows,
+    Step,
+    choose,
+    gather,
+    norm,
+    product,
+    rotate,
+    width,
+)
+from dspark.kernels.program_numba import NORM
+from dspark.kernels.simd import LANES
+
+__all__ = ["BlockOutput", "BlockRows", "CompiledDraft", "ContextRows", "ContextWeights", "HeadWeights"]
+
+BLOCKS, CONTEXT, SLOTS = 0, 1, 2  # groups; slot k has the group SLOTS + k
+
+
+@dataclass(frozen=True, eq=False)
+class ContextWeights:
+    """W_c, the gain of the context's norm, keys and values of all draft layers side by side, norms of their keys."""
+
+    fc: LowBitLinear
+    norm: Tensor
+    kv: LowBitLinear
+    k_norms: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """What makes tokens of hidden states.
+
+    `vocab` [Vd] maps draft ids to the target's, None: they are the same. `w1` [V, r] and `w2`: the Markov head's,
+    None without one. `confidence`: weight [H + r] (or [H]) and bias. `chained` is False for a head with more to it:
+    then there are logits and no tokens.
+    """
+
+    lm_head: LowBitLinear
+    vocab: Tensor | None = None
+    w1: Tensor | None = None
+    w2: LowBitLinear | None = None
+    confidence: tuple[Tensor, float] | None = None
+    chained: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class ContextRows:
+    """Committed rows: positions [N] and slots [N] int64, the target's taps [N, m * H]."""
+
+    positions: Tensor
+    slots: Tensor
+    taps: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRows:
+    """Blocks of A requests, ragged: embedded inputs x [n, H] (used up), positions [n], lengths and anchors [A]."""
+
+    x: Tensor
+    positions: Tensor
+    plan: AttentionPlan
+    lengths: np.ndarray
+    anchors: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class BlockOutput:
+    """Hidden states [n, H] and logits [n, Vd] of the blocks' rows, in memory that the next call uses again; and the
+    greedy chain's tokens [A, width] with their confidence logits [A, width], which slots past a length repeat."""
+
+    hidden: Tensor
+    logits: Tensor
+    tokens: Tensor | None
+    confidence: Tensor | None
+
+
+class CompiledDraft:
+    """Context, draft layers and heads with low-bit weights.
+
+    Args:
+        block_size: most slots of a block.
+    """
+
+    def __init__(
+        self, context: ContextWeights, layers: CompiledLayers, head: HeadWeights, block_size: int
+    ) -> None:
+        assert self.supports(context, layers, head)
+        self.context, self.layers, self.head, self.block_size = context, layers, head, block_size
+        self._bound: _Bound | None = None
+
+    @staticmethod
+    def supports(context: ContextWeights, layers: CompiledLayers, head: HeadWeights) -> bool:
+        """Whether all products are packed, of the layers' kind, and all rows fill whole vectors."""
+        products = [context.fc, context.kv, head.lm_head, *([] if head.w2 is None else [head.w2])]
+        integer = layers.layers[0].qkv.integer
+        fits = all(p.packed is not None and p.bias is None and p.integer == integer for p in products)
+        sizes = [len(context.norm), head.lm_head.out_features, 0 if head.w1 is None else head.w1.shape[1]]
+        floats = context.norm.dtype == torch.float32 and (head.w1 is None or head.w1.dtype == torch.float32)
+        return fits and floats and all(size % LANES == 0 for size in sizes)
+
+    def __call__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        context: ContextRows | None,
+        block: BlockRows | None = None,
+        chain: bool = False,
+    ) -> BlockOutput | None:
+        """Write the context's keys and values to their slots, then run the blocks, if any.
+
+        Args:
+            keys, values: each draft layer's part of the KV pool.
+            chain: choose tokens too, greedily.
+        """
+        rows = 0 if block is None else len(block.x)
+        requests = 0 if block is None else len(block.lengths)
+        context_rows = 0 if context is None else len(context.taps)
+        bound = self._bound
+        if bound is None or not bound.fits(rows, context_rows, requests, keys):
+            capacities = (
+                max(rows, bound.memory.capacity if bound else 0),
+                max(context_rows, bound.context_capacity if bound else 0),
+                max(requests, bound.requests if bound else 0),
+            )
+            bound = self._bound = _Bound(self, *map(room, capacities), keys, values)
+        groups = [Rows(0)] * (SLOTS + self.block_size)
+        if context is not None:
+            plan = AttentionPlan.for_store(context.slots, keys[0].shape[-1])
+            check_pool(keys[0], values[0], plan)
+            groups[CONTEXT] = bound.follow(context)
+        units = 0
+        if block is not None:
+            check_pool(keys[0], values[0], block.plan)
+            units = bound.load(block)
+            groups[BLOCKS] = Rows(rows, block.positions, block.plan.slots)
+            if chain:
+                groups[SLOTS : SLOTS + int(block.lengths.max())] = [Rows(requests)] * int(block.lengths.max())
+        for group in groups[:SLOTS]:
+            if group.positions is not None:
+                self.layers.check_positions(group.positions)
+        bound.program.run(groups, units)
+        return None if block is None else bound.output(block, chain)
+
+
+class _Bound:
+    """The program over one pool, with memory for so many rows of blocks, rows of context and requests."""
+
+    def __init__(
+        self,
+        draft: CompiledDraft,
+        rows: int,
+        context_rows: int,
+        requests: int,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> None:
+        self.draft, self.context_capacity, self.requests = draft, context_rows, requests
+        self.memory = LayerMemory(draft.layers, rows, keys, values)
+        head, slots = draft.head, draft.block_size
+        self.hidden = torch.empty(rows, len(draft.layers.norm))
+        self.logits = torch.empty(rows, width(head.lm_head))
+        # Row 0 of `tokens` holds the anchors; `index` names each slot's row of the logits.
+        self.tokens = torch.zeros(slots + 1, requests, dtype=torch.int64)
+        self.index = torch.zeros(slots, requests, dtype=torch.int64)
+        self.confidence = torch.empty(slots, requests)
+        chain = [step.of(SLOTS + k) for k in range(slots) for step in self._slot(k)] if head.chained else []
+        context = [step.of(CONTEXT) for step in self._context(keys, values)]
+        steps = [*context, *self._blocks(), *chain]
+        self.program = Program(steps, draft.layers.rotation)
+        norms = self.program.of_kind(NORM)
+        self.norms = norms[norms >= len(context)]
+
+    def _context(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Step]:
+        weights, rotation, eps = self.draft.context, self.draft.layers.rotation, self.draft.layers.eps
+        rows = self.context_capacity
+        taps, taps_out = _input(weights.fc, rows)
+        context, context_out = _input(weights.kv, rows)
+        floats = context if context_out is None else torch.empty(rows, len(weights.norm))
+        fused, kv = torch.empty(rows, width(weights.fc)), torch.empty(rows, width(weights.kv))
+        source = torch.empty(0, weights.fc.in_features)  # set at each run
+        steps = [
+            gather(source, out=taps if taps_out is None else None, codes=taps_out),
+            product(weights.fc, taps, fused),
+            norm(weights.norm, eps, floats, fused, codes=context_out),
+            product(weights.kv, context, kv),
+        ]
+        heads = Rotation(0, rotation.kv_heads, rotation.head_dim, rotation.cos, rotation.sin)
+        for i, k_norm in enumerate(weights.k_norms):
+            column = i * 2 * heads.kv_heads * heads.head_dim
+            steps.append(rotate(kv, column, heads, keys[i], values[i], norms=(None, k_norm), eps=eps))
+        self._keep_context = (taps, context, floats, fused, kv)
+        return steps
+
+    def _blocks(self) -> list[Step]:
+        hidden, codes = _input(self.draft.head.lm_head, self.memory.capacity, self.hidden)
+        self._keep_blocks = hidden
+        return [*self.memory.steps(self.hidden, codes), product(self.draft.head.lm_head, hidden, self.logits)]
+
+    def _slot(self, k: int) -> list[Step]:
+        head, vocab_size = self.draft.head, self.draft.head.lm_head.out_features
+        steps, bias = [], None
+        if head.w1 is not None and head.w2 is not None:
+            if k == 0:  # slots follow each other and share this memory
+                self._embedded = _input(head.w2, self.requests)
+                self._bias = torch.empty(self.requests, width(head.w2))
+            (embedded, codes), bias = self._embedded, self._bias
+            out = embedded if codes is None else None
+            steps = [gather(head.w1, self.tokens[k], out, codes), product(head.w2, embedded, bias)]
+        confidence = None
+        if head.confidence is not None:
+            weight, offset = head.confidence
+            embedding = head.w1 if len(weight) > self.hidden.shape[1] else None
+            confidence = Confidence(
+                weight, offset, self.hidden, embedding, self.tokens[k], self.confidence[k]
+            )
+        choice = choose(
+            self.logits, vocab_size, self.index[k], self.tokens[k + 1], bias, head.vocab, confidence
+        )
+        return [*steps, choice]
+
+    def fits(self, rows: int, context_rows: int, requests: int, keys: Sequence[Tensor]) -> bool:
+        return (
+            self.memory.fits(rows, keys)
+            and context_rows <= self.context_capacity
+            and requests <= self.requests
+        )
+
+    def follow(self, context: ContextRows) -> Rows:
+        taps = self._taps = context.taps.contiguous()  # alive until the program has read them
+        assert taps.shape[1] == self.draft.context.fc.in_features
+        self.program.steps["x"][0] = taps.data_ptr()
+        return Rows(len(taps), context.positions.contiguous(), context.slots.contiguous())
+
+    def load(self, block: BlockRows) -> int:
+        """Set what the blocks' steps read; returns the units of their attention."""
+        lengths, requests = block.lengths, len(block.lengths)
+        self.program.steps["x"][self.norms] = block.x.data_ptr()
+        self.tokens[0, :requests] = torch.from_numpy(block.anchors)
+        slot = np.minimum(np.arange(self.draft.block_size)[:, None], lengths - 1)
+        self.index[:, :requests] = torch.from_numpy(np.cumsum(lengths) - lengths + slot)
+        return self.memory.plan(block.plan)
+
+    def output(self, block: BlockRows, chain: bool) -> BlockOutput:
+        rows, requests, slots = len(block.x), len(block.lengths), int(block.lengths.max())
+        hidden = self.hidden[:rows]
+        logits = self.logits[:rows, : self.draft.head.lm_head.out_features]
+        if not chain:
+            return BlockOutput(hidden, logits, None, None)
+        # Copies: `contiguous` would leave a block of one slot in this memory.
+        tokens = self.tokens[1 : slots + 1, :requests].T.clone(memory_format=torch.contiguous_format)
+        confidence = None
+        if self.draft.head.confidence is not None:
+            confidence = self.confidence[:slots, :requests].T.clone(memory_format=torch.contiguous_format)
+        return BlockOutput(hidden, logits, tokens, confidence)
+
+
+def _input(layer: LowBitLinear, rows: int, floats: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """What a product reads: floats (those given, or new memory), or codes, which are then returned twice."""
+    if layer.integer:
+        codes = torch.empty(rows, layer.code_bytes, dtype=torch.uint8)
+        return codes, codes
+    return torch.empty(rows, layer.in_features) if floats is None else floats, None
