@@ -238,7 +238,7 @@ def test_greedy_rule_is_the_ratio_rule_at_temperature_0(g, one_hot_proposals):
     r["p_target"] = torch.nn.functional.one_hot(target_tokens, 3).float()
     if one_hot_proposals:
         r["p_draft"] = None
-    greedy = greedy_rule(r["draft_tokens"], r["lengths"], target_tokens, r["row_start"])
+    greedy = greedy_rule(r["draft_tokens"], r["lengths"].numpy(), target_tokens, r["row_start"].numpy())
     assert_equal(ratio_rule(vocab=None, **r), greedy)
     for i, length in enumerate(r["lengths"].tolist()):
         row, expected = int(r["row_start"][i]), 0
@@ -273,7 +273,8 @@ def test_what_lies_past_a_length_is_never_read():
 def test_no_requests_and_no_slots():
     r = random_round(5, 0, 3, 4)
     assert len(ratio_rule(vocab=None, **r).next_token) == 0
-    assert len(greedy_rule(r["draft_tokens"], r["lengths"], r["lengths"], r["row_start"]).num_accepted) == 0
+    none = r["lengths"].numpy()
+    assert len(greedy_rule(r["draft_tokens"], none, r["lengths"], none).num_accepted) == 0
     r = random_round(6, 7, 0, 4)
     verdict = ratio_rule(vocab=None, **r)
     assert verdict.num_accepted.tolist() == [0] * 7

@@ -1,6 +1,6 @@
 """Acceptance rules: which drafts become output, and the one token the target adds.
 
-Pure functions of tensors on one device: no host synchronisation, randomness passed in. Request r owns
+Pure functions, randomness passed in; the ratio rule stays on one device, without host synchronisation. Request r owns
 target rows row_start[r] .. row_start[r] + lengths[r]: slot k's row scores draft k, the last row the bonus.
 
 | rule | a draft is accepted | probability at the first slot | output at a seed |
@@ -159,25 +159,28 @@ def ratio_rule(
 
 
 def greedy_rule(
-    draft_tokens: torch.Tensor, lengths: torch.Tensor, target_tokens: torch.Tensor, row_start: torch.Tensor
+    draft_tokens: torch.Tensor, lengths: np.ndarray, target_tokens: torch.Tensor, row_start: np.ndarray
 ) -> Verdict:
     """Accept while the draft is the token that the target chose by itself.
 
     At temperature 0 that is its argmax (the ratio rule's limit); under the shared-noise rule its draw.
+    A few integers, compared on the host, where they are wanted next: two transfers from another device.
 
     Args:
         draft_tokens: [R, g] int64.
         lengths: [R] int64, 0..g.
         target_tokens: [N] int64, the choice at each target row.
         row_start: [R] int64, the target row of each request's slot 0.
+
+    Returns:
+        A verdict on the host.
     """
-    R, g = draft_tokens.shape
-    if R == 0:
-        return _nothing(draft_tokens)
-    scheduled = torch.arange(g, device=lengths.device) < lengths[:, None]  # [R, g]
-    accepted = draft_tokens == target_tokens[_slot_rows(row_start, g, target_tokens.shape[0])]
-    num_accepted = _leading(accepted & scheduled)
-    return Verdict(num_accepted=num_accepted, next_token=target_tokens[row_start + num_accepted])
+    drafts, chosen = draft_tokens.cpu().numpy(), target_tokens.cpu().numpy()
+    slots = np.arange(drafts.shape[1])
+    rows = np.minimum(row_start[:, None] + slots, len(chosen) - 1)
+    same = (drafts == chosen[rows]) & (slots < lengths[:, None])
+    accepted = np.logical_and.accumulate(same, axis=1).sum(axis=1)
+    return Verdict(torch.from_numpy(accepted), torch.from_numpy(chosen[row_start + accepted]))
 
 
 def _nothing(draft_tokens: torch.Tensor) -> Verdict:

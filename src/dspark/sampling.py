@@ -34,28 +34,22 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 class SamplingRows:
     """Sampling parameters and random addresses of n rows, on one device.
 
-    `host` mirrors the parameters as a numpy array, so that questions such as "does any row filter?" need no
-    device synchronisation. Greedy rows (temperature 0) carry no filters: their argmax needs none.
+    They are kept on the host, so that questions such as "does any row filter?" need no device synchronisation, and
+    go to the device when asked for. Greedy rows (temperature 0) carry no filters: their argmax needs none.
     """
 
-    temperature: torch.Tensor  # [n] float32, 0 = greedy
-    top_k: torch.Tensor  # [n] int64, 0 = off
-    top_p: torch.Tensor  # [n] float64, 1 = off
-    min_p: torch.Tensor  # [n] float64, 0 = off
-    seed: torch.Tensor  # [n] int64
-    uid: torch.Tensor  # [n] int64
-    round: torch.Tensor  # [n] int64
-    host: np.ndarray  # [n, 4] float64: temperature, top_k, top_p, min_p
+    host: (
+        np.ndarray
+    )  # [n, 4] float64: temperature (0 = greedy), top_k (0 = off), top_p (1 = off), min_p (0 = off)
+    address: np.ndarray  # [n, 3] int64: seed, uid, round
+    device: torch.device | str = "cpu"
 
     @staticmethod
     def of(requests: Sequence[Request], device: torch.device | str = "cpu") -> SamplingRows:
         """One row a request, at the round it is in."""
         host = np.array([_parameters(r) for r in requests], dtype=np.float64).reshape(-1, 4)
         address = np.array([(r.seed, r.uid, r.round) for r in requests], dtype=np.int64).reshape(-1, 3)
-        values = torch.from_numpy(host).to(device)
-        seed, uid, round_ = torch.from_numpy(address).to(device).unbind(1)
-        temperature, top_k, top_p, min_p = values.unbind(1)
-        return SamplingRows(temperature.float(), top_k.long(), top_p, min_p, seed, uid, round_, host)
+        return SamplingRows(host, address, device)
 
     def __len__(self) -> int:
         return len(self.host)
@@ -63,10 +57,7 @@ class SamplingRows:
     def select(self, indices: Sequence[int] | np.ndarray) -> SamplingRows:
         """The rows at `indices` (host integers), in that order."""
         index = np.asarray(indices, dtype=np.int64)
-        rows = torch.from_numpy(index).to(self.seed.device)
-        tensors = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.uid, self.round)
-        temperature, top_k, top_p, min_p, seed, uid, round_ = (t[rows] for t in tensors)
-        return SamplingRows(temperature, top_k, top_p, min_p, seed, uid, round_, self.host[index])
+        return SamplingRows(self.host[index], self.address[index], self.device)
 
     def repeat(self, counts: Sequence[int] | np.ndarray) -> SamplingRows:
         """Row r repeated counts[r] times: sampling parameters for a ragged batch of target rows."""
@@ -75,6 +66,48 @@ class SamplingRows:
     def uniform(self, slots: torch.Tensor, purpose: Purpose) -> torch.Tensor:
         """Draws [n, g] float64 for `slots` [g] int64 of every row's round."""
         return uniform(self.seed[:, None], self.uid[:, None], self.round[:, None], slots, purpose)
+
+    def _values(self, column: int) -> torch.Tensor:
+        return torch.from_numpy(self.host[:, column].copy()).to(self.device)
+
+    @cached_property
+    def temperature(self) -> torch.Tensor:
+        """[n] float32, 0 = greedy."""
+        return self._values(0).float()
+
+    @cached_property
+    def top_k(self) -> torch.Tensor:
+        """[n] int64, 0 = off."""
+        return self._values(1).long()
+
+    @cached_property
+    def top_p(self) -> torch.Tensor:
+        """[n] float64, 1 = off."""
+        return self._values(2)
+
+    @cached_property
+    def min_p(self) -> torch.Tensor:
+        """[n] float64, 0 = off."""
+        return self._values(3)
+
+    @cached_property
+    def _addresses(self) -> tuple[torch.Tensor, ...]:
+        return torch.from_numpy(self.address).to(self.device).unbind(1)
+
+    @property
+    def seed(self) -> torch.Tensor:
+        """[n] int64."""
+        return self._addresses[0]
+
+    @property
+    def uid(self) -> torch.Tensor:
+        """[n] int64."""
+        return self._addresses[1]
+
+    @property
+    def round(self) -> torch.Tensor:
+        """[n] int64."""
+        return self._addresses[2]
 
     @cached_property
     def greedy(self) -> np.ndarray:

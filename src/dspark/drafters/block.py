@@ -107,14 +107,14 @@ class BlockDrafter:
         if self._compiled is None or not is_fast(keys[0], keys[0].shape[2], self.pool.block_size):
             self.catch_up()
             hidden = self._backbone(block)
-            return self._fill(sampler, hidden, self.model.lm_head(hidden))
+            return self._fill(sampler, block.anchors, hidden, self.model.lm_head(hidden))
         behind = self._behind.take()
         chain = self._compiled.head.chained and sampler.argmax_only
         rows = None if behind is None else ContextRows(*behind)
         out = self._compiled(keys, values, rows, block, chain)
         assert out is not None
         if out.tokens is None:
-            return self._fill(sampler, out.hidden, out.logits)
+            return self._fill(sampler, block.anchors, out.hidden, out.logits)
         return sampler.chosen(out.tokens, out.confidence)
 
     def forget(self, request: Request) -> None:
@@ -166,10 +166,11 @@ class BlockDrafter:
 
         return self.model.run_blocks(block.x, block.positions, attend_in)
 
-    def _fill(self, sampler: SlotSampler, hidden: Tensor, logits: Tensor) -> Draft:
-        """All slots, left to right, from the backbone's ragged rows [sum(lengths), H] and [sum(lengths), Vd]."""
+    def _fill(self, sampler: SlotSampler, anchors: np.ndarray, hidden: Tensor, logits: Tensor) -> Draft:
+        """All slots, left to right, from the anchors and the backbone's rows [sum(lengths), H] and [.., Vd]."""
         hidden, logits = sampler.padded(hidden), sampler.padded(logits)
-        head, previous, embeddings = self.model.head, sampler.anchors, []
+        head, embeddings = self.model.head, []
+        previous = torch.from_numpy(anchors).to(self._device)
         state = head.initial_state(hidden[:, 0]) if head is not None else None
         for k in range(hidden.shape[1]):
             scores = logits[:, k]

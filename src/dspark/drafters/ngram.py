@@ -84,7 +84,7 @@ class NgramDrafter:
             if wanted:
                 found = self._lookup(request, int(wanted))
                 tokens[r, : len(found)], lengths[r] = found, len(found)
-        device = batch.rows.temperature.device
+        device = batch.rows.device
         return Draft(torch.from_numpy(tokens).to(device), lengths)
 
     def forget(self, request: Request) -> None:

@@ -27,8 +27,6 @@ class SlotSampler:
         self.lengths = batch.lengths[active]
         self.rows = batch.rows if len(active) == self.count else batch.rows.select(active)
         self.shapers = [batch.shapers[r] for r in active]
-        requests = [batch.requests[r] for r in active.tolist()]
-        self.anchors = torch.tensor([r.token_ids[-1] for r in requests], device=device)  # [A]
         self.uniforms: Tensor | None = None  # [A, width]
         if not self.rows.all_greedy:
             slots = torch.arange(int(self.lengths.max()), device=device)
@@ -54,8 +52,8 @@ class SlotSampler:
 
     def chosen(self, tokens: Tensor, confidence: Tensor | None) -> Draft:
         """The block of the whole batch from tokens [A, width] chosen elsewhere, where `argmax_only`."""
-        self.tokens = [*tokens.unbind(1)]
-        return self.draft(confidence)
+        confidence = None if confidence is None else self._spread(confidence)
+        return Draft(self._spread(tokens), self._lengths(), None, self.vocab, confidence)
 
     def padded(self, rows: Tensor) -> Tensor:
         """Ragged rows [sum(lengths), d] -> [A, width, d]; slots past a length repeat its last row."""
@@ -68,11 +66,15 @@ class SlotSampler:
 
     def draft(self, confidence: Tensor | None) -> Draft:
         """The block of the whole batch; `confidence` [A, width] as logits."""
-        lengths = np.zeros(self.count, dtype=np.int64)
-        lengths[self.active] = self.lengths
         probs = self._spread(torch.stack(self.probs, 1)) if self.probs else None
         confidence = None if confidence is None else self._spread(confidence)
-        return Draft(self._spread(torch.stack(self.tokens, 1)), lengths, probs, self.vocab, confidence)
+        tokens = self._spread(torch.stack(self.tokens, 1))
+        return Draft(tokens, self._lengths(), probs, self.vocab, confidence)
+
+    def _lengths(self) -> np.ndarray:
+        lengths = np.zeros(self.count, dtype=np.int64)
+        lengths[self.active] = self.lengths
+        return lengths
 
     def _shaped(self, scores: Tensor) -> Tensor:
         """Penalties, bias and masks of the requests that have any."""

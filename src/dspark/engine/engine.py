@@ -79,6 +79,7 @@ class Engine:
         self.policy = policy or FixedLength(drafter.max_draft if drafter else 0)
         self._observer = self.policy if isinstance(self.policy, Observer) else None
         self._timed = self.policy if isinstance(self.policy, Timed) else None
+        self._copier = drafter if isinstance(drafter, Copier) else None
         check_policy(self.policy)
         self.max_model_len = self.config.model_len(target.max_context)
         specs = target.kv_specs + (drafter.kv_specs if drafter else ())
@@ -196,8 +197,8 @@ class Engine:
         greedy = np.array([r.params.greedy for r in batch.requests], dtype=bool)
         deterministic = self.drafter is None or self.drafter.deterministic
         free = None
-        if isinstance(self.drafter, Copier):
-            free = check_lengths("free", self.drafter.free(batch.requests, batch.room), batch.room)
+        if self._copier is not None:
+            free = check_lengths("free", self._copier.free(batch.requests, batch.room), batch.room)
         tolerant = tolerates_live(greedy, deterministic, self.config.rule)
         return replace(batch.state, tolerates_live=tolerant, free=free)
 

@@ -61,17 +61,18 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
             shaper.shape(logits[start : start + length + 1], draft.tokens[r, :length].tolist())
     counts = seen.lengths + 1
     index = torch.from_numpy(seen.sampling).to(device)
-    tokens = draft.tokens[index]
-    lengths, row_start = (torch.from_numpy(x).to(device) for x in (seen.lengths, seen.logit_start))
+    tokens = draft.tokens if len(index) == len(draft.tokens) else draft.tokens[index]
     if all(request.params.greedy for request in requests):
-        verdict = greedy_rule(tokens, lengths, argmax(logits), row_start)
+        verdict = greedy_rule(tokens, seen.lengths, argmax(logits), seen.logit_start)
         return Judgement(verdict, logits, raw, requests, counts)
     rows = SamplingRows.of(requests, device)
     target_rows = rows.repeat(counts)
     if rule == "shared_noise":
         p_target, positions = probabilities(logits, target_rows), _positions(requests, seen).to(device)
         choice = shared_noise_choice(p_target, target_rows.seed, positions)
-        return Judgement(greedy_rule(tokens, lengths, choice, row_start), logits, raw, requests, counts)
+        verdict = greedy_rule(tokens, seen.lengths, choice, seen.logit_start)
+        return Judgement(verdict, logits, raw, requests, counts)
+    lengths, row_start = (torch.from_numpy(x).to(device) for x in (seen.lengths, seen.logit_start))
     slots = torch.arange(draft.gamma + 1, device=device)
     verdict = ratio_rule(
         tokens,

@@ -23,8 +23,8 @@ class Verification:
 
     output: TargetOutput
     query_start: np.ndarray  # [R + 1]
-    positions: torch.Tensor  # [N]
-    slots: torch.Tensor  # [N]
+    positions: np.ndarray  # [N]
+    slots: np.ndarray  # [N]
     sampling: np.ndarray  # [S] indices into the batch
     lengths: np.ndarray  # [S] scheduled lengths
     logit_start: np.ndarray  # [S]
@@ -60,32 +60,36 @@ class Runner:
         logit_rows = np.arange(int((lengths + 1).sum())) + np.repeat(first - logit_start, lengths + 1)
 
         device = self.target.device
-        positions_, slots_ = torch.from_numpy(positions).to(device), torch.from_numpy(slots).to(device)
         forward = ForwardBatch(
             token_ids=self._tokens(batch, draft, plan, query_start),
-            positions=positions_,
+            positions=torch.from_numpy(positions).to(device),
             query_start=query_start,
             context_lens=cached,
             block_tables=tables,
-            slots=slots_,
-            logit_rows=torch.from_numpy(logit_rows).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            # Decoding requests want all their rows.
+            logit_rows=None if len(logit_rows) == len(positions) else torch.from_numpy(logit_rows).to(device),
         )
         output = self.target.forward(forward, self.pool, self.taps)
-        return Verification(output, query_start, positions_, slots_, sampling, lengths, logit_start)
+        return Verification(output, query_start, positions, slots, sampling, lengths, logit_start)
 
     def _tokens(self, batch: Batch, draft: Draft, plan: Plan, query_start: np.ndarray) -> torch.Tensor:
-        """Token ids of all rows [N]. Drafts never visit the host."""
+        """Token ids of all rows [N]. Drafts stay on their device."""
         ids = np.zeros(query_start[-1], dtype=np.int64)
         for i, request in enumerate(batch.requests):
             start, count = query_start[i], batch.rows[i]
             ids[start : start + count] = request.token_ids[request.cached : request.cached + count]
-        tokens = torch.from_numpy(ids).to(self.target.device)
+        device = self.target.device
+        tokens = torch.from_numpy(ids).to(device)
         if plan.budget:
             r = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
             slot = np.arange(len(r)) - np.repeat(np.cumsum(plan.lengths) - plan.lengths, plan.lengths)
             row = query_start[:-1][r] + batch.rows[r] + slot
-            index = [torch.from_numpy(i).to(self.target.device) for i in (row, r, slot)]
-            tokens[index[0]] = draft.tokens[index[1], index[2]]
+            if device.type == "cpu":
+                ids[row] = draft.tokens.numpy()[r, slot]
+            else:
+                index = [torch.from_numpy(i).to(device) for i in (row, r, slot)]
+                tokens[index[0]] = draft.tokens[index[1], index[2]]
         return tokens
 
     def observed(self, batch: Batch, seen: Verification, accepted: np.ndarray) -> ObserveBatch | None:
@@ -96,12 +100,13 @@ class Runner:
             return None
         row_start = np.concatenate(([0], np.cumsum(counts)))
         index = np.arange(row_start[-1]) + np.repeat(seen.query_start[:-1] - row_start[:-1], counts)
-        rows = torch.from_numpy(index).to(seen.positions.device)
-        taps = seen.output.taps
+        taps, device = seen.output.taps, self.target.device
+        if taps is not None and len(index) < len(taps):
+            taps = taps[torch.from_numpy(index).to(device)]
         return ObserveBatch(
             requests=batch.requests,
             row_start=row_start,
-            positions=seen.positions[rows],
-            slots=seen.slots[rows],
-            taps=None if taps is None else taps[rows],
+            positions=torch.from_numpy(seen.positions[index]).to(device),
+            slots=torch.from_numpy(seen.slots[index]).to(device),
+            taps=taps,
         )

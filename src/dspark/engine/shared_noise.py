@@ -30,14 +30,7 @@ def couple(running: Sequence[Running], rows: SamplingRows) -> tuple[SamplingRows
     ]
     if rows.all_greedy:
         return rows, shapers
-    greedy = replace(
-        rows,
-        temperature=torch.zeros_like(rows.temperature),
-        top_k=torch.zeros_like(rows.top_k),
-        top_p=torch.ones_like(rows.top_p),
-        min_p=torch.zeros_like(rows.min_p),
-        host=np.tile([0.0, 0.0, 1.0, 0.0], (len(rows), 1)),
-    )
+    greedy = replace(rows, host=np.tile([0.0, 0.0, 1.0, 0.0], (len(rows), 1)))
     return greedy, shapers
 
 

@@ -78,7 +78,7 @@ class AttentionPlan:
     @cached_property
     def num_blocks_needed(self) -> int:
         """Least number of blocks a pool must have for these tables and slots to lie inside it."""
-        last_slot = int(self.slots.max()) if len(self.slots) else 0
+        last_slot = int(self.slots.cpu().numpy().max(initial=0))
         return max(int(self.block_tables.max(initial=0)), last_slot // self.block_size) + 1
 
     @cached_property

@@ -109,7 +109,7 @@ class CompiledLayers:
 
     def check_positions(self, positions: Tensor) -> None:
         """The compiled path trusts its indices: they must lie inside the rotary table."""
-        assert not len(positions) or int(positions.max()) < len(self.rotation.cos)
+        assert positions.numpy().max(initial=0) < len(self.rotation.cos)
 
 
 class LayerMemory:
@@ -130,7 +130,15 @@ class LayerMemory:
             torch.empty(capacity, p.code_bytes, dtype=torch.uint8) if p.integer else None
             for p in (first.qkv, first.o, first.down)
         )
-        self.attention = np.zeros(len(layers.layers), dtype=ATTENTION_CALL)
+        # The calls' words, and which of them differ from pass to pass: those not set here.
+        self.attention = calls = np.zeros(len(layers.layers), dtype=ATTENTION_CALL)
+        calls["q"], calls["out"] = self.q.data_ptr(), self.mixed.data_ptr()
+        calls["k"], calls["v"] = ([t.data_ptr() for t in side] for side in (keys, values))
+        calls["kv_bytes"] = keys[0].itemsize
+        calls["window"], calls["scale"] = layers.windows, shape.head_dim**-0.5
+        fixed = ("q", "out", "k", "v", "kv_bytes", "window", "scale")
+        self._words = calls.view(np.int64).reshape(len(calls), -1)
+        self._vary = [i for i, name in enumerate(ATTENTION_CALL.names or ()) if name not in fixed]
 
     def steps(self, out: Tensor | None = None, codes: Tensor | None = None) -> list[Step]:
         """All layers and the norm behind them, which goes to `out` (or is set later), and its codes."""
@@ -168,13 +176,9 @@ class LayerMemory:
 
     def plan(self, plan: AttentionPlan) -> int:
         """Have all layers attend by `plan`; returns the units of work in that."""
-        shape, work, calls = self.layers.rotation, plan.work, self.attention
+        shape, work = self.layers.rotation, plan.work
         work.bind(shape.heads, shape.kv_heads, shape.head_dim)
-        calls[:] = work.call[0]
-        calls["q"], calls["out"] = self.q.data_ptr(), self.mixed.data_ptr()
-        calls["k"], calls["v"] = ([t.data_ptr() for t in side] for side in (self.keys, self.values))
-        calls["kv_bytes"] = self.keys[0].itemsize
-        calls["window"], calls["scale"] = self.layers.windows, shape.head_dim**-0.5
+        self._words[:, self._vary] = work.call.view(np.int64)[self._vary]
         return int(work.call["num_units"][0])
 
 
