@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import signal
@@ -438,6 +439,34 @@ def test_help_does_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--show-drafts" in done.stdout
+
+
+def test_generating_imports_no_more_than_it_needs() -> None:
+    script = (
+        "import sys\n"
+        "import dspark.llm, dspark.cli.decoding, dspark.cli.generate\n"
+        "heavy = {'gguf', 'rich', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_garbage_is_left_alone_only_while_the_model_loads(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    make = FakeLLM.__init__
+
+    def watched(self: FakeLLM, *args: Any, **options: Any) -> None:
+        seen.append(gc.isenabled())
+        make(self, *args, **options)
+
+    monkeypatch.setattr(FakeLLM, "__init__", watched)
+    assert main(GENERATE) == 0
+    assert seen == [False]
+    assert gc.isenabled()
+    gc.unfreeze()
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,16 +32,16 @@ def edit(checkpoint, **changes):
     path.write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("int8", [True, False])
+@pytest.mark.parametrize("storage", ["int8", "float16"])
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_round_trip(target, tmp_path, head, int8):
+def test_round_trip(target, tmp_path, head, storage):
     # Packed linear layers are not part of a state dict: save a model that was never served.
     served = tiny_drafter(target, head=head, draft_vocab_size=40).model
     model = type(served)(served.config)
     model.vocab = served.vocab
     model.lm_head.weight.data.copy_(target.output_weight[model.vocab])
     model.embed.weight.data.copy_(target.embed.weight)
-    save_drafter_model(model, tmp_path, {"steps": 3}, int8=int8)
+    save_drafter_model(model, tmp_path, {"steps": 3}, storage=storage)
     loaded = load_drafter_model(tmp_path, target)
     assert loaded.config == model.config
     for name, value in model.state_dict().items():
@@ -189,11 +189,11 @@ def test_speculative_configurations_of_the_wrong_type(target, config):
         build_drafter(config, target)
 
 
-@pytest.mark.parametrize("int8", [True, False])
+@pytest.mark.parametrize("storage", ["int8", "float16"])
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_round_trip_of_autoregressive_drafters(target, tmp_path, method, int8):
-    model = tiny_chain_model(target, method, draft_vocab_size=40, confidence_head=int8)
-    save_drafter_model(model, tmp_path, {}, int8=int8)
+def test_round_trip_of_autoregressive_drafters(target, tmp_path, method, storage):
+    model = tiny_chain_model(target, method, draft_vocab_size=40, confidence_head=storage == "int8")
+    save_drafter_model(model, tmp_path, {}, storage=storage)
     assert json.loads((tmp_path / "config.json").read_text())["slot_convention"] == "feature_before_token"
     loaded = load_drafter_model(tmp_path, target)
     assert loaded.config == model.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from random_weights import random_weight
@@ -12,12 +13,16 @@ from torch import nn
 from dspark.core import DSparkError
 from dspark.kernels import lowbit
 from dspark.kernels.lowbit import (
+    LowBitEmbedding,
     LowBitLinear,
     QuantizedWeight,
+    WeightMemory,
     gather_weights,
     lowbit_linear_reference,
     lowbit_linears,
+    packed_bytes,
 )
+from dspark.kernels.quantized import PackedRows, pack
 
 compiled = pytest.mark.skipif(not lowbit.supports(), reason="the machine lacks what the kernel needs")
 
@@ -112,14 +117,6 @@ def test_where_the_kernel_does_not_run_the_weights_are_the_same(monkeypatch: pyt
     assert torch.equal(layer(torch.eye(64)).T, weight.dequantize())
 
 
-def test_rows_of_several_weights() -> None:
-    for bits in (4, 8):
-        parts = [random_weight(out, 64, bits, seed=out) for out in (32, 5, 40)]
-        joined = QuantizedWeight.cat(parts)
-        assert joined.shape == (77, 64)
-        assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_from_float_rounds_to_the_nearest_code(bits: int) -> None:
     weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(6))
@@ -182,3 +179,64 @@ def test_gathered_weights_multiply_as_before() -> None:
         sizes = [layer.packed.numel() for layer in layers]
         assert starts[0] % 64 == 0
         assert starts[1:] == [start + size for start, size in zip(starts[:2], sizes[:2], strict=True)]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("out", [33, 64, 200])
+def test_rows_are_looked_up_where_the_products_read_them(bits: int, out: int) -> None:
+    weight = random_weight(out, 96, bits)
+    layer = LowBitLinear(weight)
+    embedding, table = LowBitEmbedding(layer), weight.dequantize()
+    ids = torch.randint(0, out, (4, 5), generator=torch.Generator().manual_seed(9))
+    ids[0, :2] = torch.tensor([0, out - 1])
+    for _ in range(2):
+        assert torch.equal(embedding(ids), table[ids])
+        assert torch.equal(embedding(ids[:0]), table[ids[:0]])
+        assert torch.equal(embedding.weight, table)
+        if layer.packed is not None:  # nothing keeps the former memory
+            assert embedding._rows is not None
+            assert embedding._rows.packed is layer.packed
+        gather_weights(layer)  # moves what was looked up
+    assert not list(embedding.modules())[1:]
+    assert not embedding.state_dict()
+    for wrong in (-1, out):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([0, wrong]))
+
+
+@compiled
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_come_back_as_they_were_packed(bits: int) -> None:
+    weight = random_weight(70, 64, bits)
+    rows = LowBitLinear(weight).rows(torch.tensor([69, 0, 31, 32, 0]))
+    index = [69, 0, 31, 32, 0]
+    assert torch.equal(rows.codes, weight.codes[index])
+    assert torch.equal(rows.scale, weight.scale[index])
+    assert (rows.minimum is None) == (bits == 8)
+    assert torch.equal(rows.dequantize(), weight.dequantize()[index])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_outputs_that_fill_the_last_tile_are_zeros(bits: int) -> None:
+    weight = random_weight(40, 64, bits)
+    used = torch.full((packed_bytes(weight.shape, bits),), 255, dtype=torch.uint8)
+    packed = pack(weight, used)
+    assert packed.data_ptr() == used.data_ptr()
+    rows = PackedRows(packed, bits).dequantized(np.arange(64))
+    assert torch.equal(rows, torch.cat((weight.dequantize(), torch.zeros(24, 64))))
+
+
+@compiled
+def test_weights_are_laid_out_side_by_side() -> None:
+    weights = [random_weight(out, 64, bits, seed=out) for out, bits in ((40, 4), (64, 8), (96, 4))]
+    memory = WeightMemory(sum(packed_bytes(weight.shape, weight.bits) for weight in weights))
+    layers = [LowBitLinear(weight, memory=memory) for weight in weights]
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(8))
+    ends = []
+    for layer, weight in zip(layers, weights, strict=True):
+        assert layer.packed is not None
+        ends.append((layer.packed.data_ptr(), layer.packed.data_ptr() + layer.packed.numel()))
+        assert torch.equal(layer(x), LowBitLinear(weight)(x))
+    assert ends[0][0] % 64 == 0
+    assert ends[0][1] == ends[1][0]
+    assert ends[1][1] == ends[2][0]

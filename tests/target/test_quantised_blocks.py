@@ -13,8 +13,9 @@ from test_gguf_files import LAYERS, converted
 from dspark.core import DSparkError
 from dspark.kernels import lowbit
 from dspark.kernels.linear import PackedLinear
-from dspark.kernels.lowbit import LowBitLinear
+from dspark.kernels.lowbit import LowBitEmbedding, LowBitLinear
 from dspark.target import decoder as decoder_module
+from dspark.target import load as load_module
 from dspark.target.blocks import BLOCKS_FILE, QuantizedWeight, hollow_weights, read_blocks
 from dspark.target.decoder import Decoder
 from dspark.target.hf import read_config, read_weights
@@ -76,6 +77,33 @@ def test_a_decoder_runs_on_its_blocks(tmp_path: Path, arch: str, tied: bool) -> 
     assert torch.equal(logits(prepared, ids), logits(loaded, ids))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [QuantType.Q4_1, QuantType.Q8_0])
+def test_embeddings_are_looked_up_in_blocks(tmp_path: Path, kind: QuantType, tied: bool) -> None:
+    directory, _ = converted(
+        tmp_path, tied=tied, kinds=kinds(embedding=kind) | {"output.weight": QuantType.Q8_0}
+    )
+    plain, model = load_decoder(directory), load_target(directory).decoder
+    ids = torch.randint(0, 200, (3, 7), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(model.embed(ids), plain.embed(ids))
+    assert torch.equal(model.output_rows(ids[0]), plain.output_rows(ids[0]))
+    assert model.dtype == torch.float32
+    if lowbit.supports():
+        assert isinstance(model.embed, LowBitEmbedding)
+        assert (model.embed.layer is model.lm_head) == tied
+        assert not any(value.ndim > 1 for value in model.state_dict().values())  # no table beside the blocks
+
+
+def test_int8_activations_are_refused_where_there_are_no_products_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = converted(tmp_path, kinds=kinds())
+    monkeypatch.setattr(load_module, "supports_integers", lambda: False)
+    with pytest.raises(DSparkError, match="int8 activations need an x86 processor with AVX2"):
+        load_target(directory, activation_dtype="int8")
+    assert load_target(directory).decoder.activation_dtype == "float32"
+
+
 def test_layers_with_parts_of_different_kinds_stay_in_float32(tmp_path: Path) -> None:
     mixed = kinds() | {"blk.0.attn_v.weight": QuantType.Q8_0}
     del mixed["blk.1.ffn_up.weight"]
@@ -115,6 +143,29 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / BLOCKS_FILE).write_bytes(b"no blocks")
     with pytest.raises(DSparkError, match=r"blocks\.safetensors is damaged"):
         read_blocks(tmp_path)
+
+
+def test_a_file_without_its_end_is_named(tmp_path: Path) -> None:
+    directory, _ = converted(tmp_path, kinds=kinds())
+    path = directory / BLOCKS_FILE
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DSparkError, match=r"blocks\.safetensors is damaged"):
+        read_blocks(directory)
+
+
+def test_rows_of_blocks_are_read_alone(tmp_path: Path) -> None:
+    directory, _ = converted(tmp_path, kinds=kinds())
+    blocks = read_blocks(directory)
+    assert blocks is not None
+    for name in blocks:
+        whole = blocks[name]
+        assert (blocks.shape(name), blocks.bits(name)) == (whole.shape, whole.bits)
+        assert torch.equal(blocks.row(name, 5).dequantize(), whole.dequantize()[5:6])
+    with pytest.raises(KeyError):
+        blocks["lm_head.weight"]
+    names = [f"model.layers.1.self_attn.{n}_proj.weight" for n in "qkv"]
+    together = torch.cat([blocks[name].dequantize() for name in names])
+    assert torch.equal(blocks.joined(names).dequantize(), together)
 
 
 def test_q4_1_minus_its_minimum_is_whole_steps() -> None:

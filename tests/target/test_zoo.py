@@ -12,7 +12,7 @@ from test_gguf_files import write_gguf
 
 from dspark.cache import cache_directory
 from dspark.core import DSparkError
-from dspark.target import zoo
+from dspark.target import gguf, zoo
 from dspark.target.hf import read_config, read_weights, weights_identity
 from dspark.target.zoo import KnownModel, known_models, resolve
 
@@ -48,7 +48,7 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path, monkeypatch:
     directory = resolve(tmp_path / "tiny.gguf")
     assert cache in directory.parents
     assert read_config(directory).num_layers == 2
-    monkeypatch.setattr(zoo, "convert_gguf", lambda *_: pytest.fail("converted again"))
+    monkeypatch.setattr(gguf, "convert_gguf", lambda *_: pytest.fail("converted again"))
     assert resolve(str(tmp_path / "tiny.gguf")) == directory
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dspark.cli.terminal import figure
 from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
 
 if TYPE_CHECKING:
@@ -61,7 +61,13 @@ class Decoded:
         return f"{self.tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
 
     def summary(self) -> str:
-        return f"{self.rate()}, accepted length {figure(self.output.metrics.accepted_length)}"
+        return f"{self.rate()}, accepted length {_length(self.output)}"
+
+
+def _length(output: RequestOutput) -> str:
+    """The accepted length for people, "-" where there was no round."""
+    length = output.metrics.accepted_length
+    return f"{length:.2f}" if math.isfinite(length) else "-"
 
 
 def decode(
@@ -138,7 +144,7 @@ class Comparison:
         rates = [
             statistics.median(side.tokens_per_s for side in pair) for pair in zip(*self.pairs, strict=True)
         ]
-        length = figure(self.pairs[0][1].output.metrics.accepted_length)
+        length = _length(self.pairs[0][1].output)
         line = f"{rates[0]:.1f} -> {rates[1]:.1f} tokens/s, speed-up {self.speedup:.2f}x"
         line = f"{line}, accepted length {length}"
         if self.identical is None:

@@ -15,6 +15,7 @@ from dspark.cli.options import (
     schedule_config,
     speculative_config,
 )
+from dspark.cli.startup import nothing_collected
 
 if TYPE_CHECKING:
     from dspark.cli.decoding import Decoded, Prompt
@@ -50,12 +51,13 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer the prompt. Everything that can be wrong is checked before the model is loaded."""
-    params = sampling_params(args)
-    config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
-    config |= schedule_config(args, args.method)
-    _check(args)
-    prompt = _prompt(args)
-    llm = load_llm(args, config, max_num_seqs=1)
+    with nothing_collected():
+        params = sampling_params(args)
+        config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
+        config |= schedule_config(args, args.method)
+        _check(args)
+        prompt = _prompt(args)
+        llm = load_llm(args, config, max_num_seqs=1)
     return _compare(args, llm, prompt, params) if args.compare else _generate(args, llm, prompt, params)
 
 
@@ -91,13 +93,16 @@ def _prompt(args: argparse.Namespace) -> Prompt:
 
 def _generate(args: argparse.Namespace, llm: LLM, prompt: Prompt, params: SamplingParams) -> int:
     from dspark.cli.decoding import decode
-    from dspark.cli.terminal import OriginPainter, Output, legend, paint, write_json
 
     if args.json:
+        from dspark.cli.terminal import write_json
+
         write_json({"model": args.model, "method": args.method, **decode(llm, prompt, params).as_dict()})
         return 0
-    out = Output()
     if args.show_drafts:
+        from dspark.cli.terminal import OriginPainter, Output, legend, paint
+
+        out = Output()
         out.print(legend())
         painter = OriginPainter(llm.tokenizer)
         decoded = decode(llm, prompt, params, lambda event: out.print(paint(painter.segments(event)), end=""))

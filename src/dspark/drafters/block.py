@@ -15,6 +15,7 @@ from dspark.drafters.deferred import DeferredRows
 from dspark.drafters.heads import MarkovHead
 from dspark.drafters.quantise import can_quantise, quantise
 from dspark.drafters.slots import SlotSampler
+from dspark.drafters.storage import context_weight
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
 from dspark.kernels.draft import BlockRows, CompiledDraft, ContextRows, ContextWeights, HeadWeights
 from dspark.kernels.linear import pack_linear, pack_linears
@@ -44,19 +45,17 @@ class BlockDrafter:
         self.max_draft = config.block_size
         self.taps = config.taps
         self.kv_specs = config.layer_config.kv_specs
-        weights = []
-        for layer in model.layers:
-            assert isinstance(layer, DecoderLayer)
-            weights.append(layer.qkv_proj.weight[layer.heads * layer.head_dim :])
-        projection = torch.cat(weights)  # all draft layers in one product
         self._context_kv: Callable[[Tensor], Tensor]
-        if quantised and can_quantise(projection):
+        if model.context_projection is not None:  # its checkpoint is in few bits
+            self._context_kv = model.context_projection
+            quantise(model)
+        elif quantised and can_quantise(projection := context_weight(model)):
             self._context_kv = LowBitLinear(
                 QuantizedWeight.from_float(projection), integer=supports_integers()
             )
             quantise(model)
         else:
-            self._context_kv = pack_linear(projection)
+            self._context_kv = pack_linear(context_weight(model))
         pack_linears(model)
         identity = torch.equal(model.vocab, torch.arange(config.vocab_size, device=model.vocab.device))
         self.vocab = None if identity else model.vocab

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.heads import ConfidenceHead, MarkovHead
+from dspark.kernels.lowbit import LowBitEmbedding, LowBitLinear
 from dspark.target.decoder import RMSNorm, Rotary
 
 __all__ = ["DrafterModel"]
@@ -16,14 +17,19 @@ class DrafterModel(nn.Module):
 
     `embed` [V, H] and `lm_head` [Vd, H] are the target's, frozen and not part of the checkpoint unless it
     brings its own. `vocab` [Vd] maps draft ids to target ids. `head` and `confidence` are None where the
-    method or the configuration has none.
+    method or the configuration has none. `context_projection`: what makes context's keys and values of all layers of
+    a block drafter, where its checkpoint brings that in few bits.
     """
 
     config: DrafterConfig
-    embed: nn.Embedding
+    embed: nn.Embedding | LowBitEmbedding
     lm_head: nn.Linear
     norm: RMSNorm
     rotary: Rotary
     head: MarkovHead | None
     confidence: ConfidenceHead | None
     vocab: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context_projection: LowBitLinear | None = None

@@ -70,7 +70,7 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
         lookup_min, lookup_max = _lookup_sizes(config)
         return NgramDrafter(count or 5, lookup_max, lookup_min), FixedLength(count or 5)
     directory = _checkpoint(config, method, target)
-    model = load_drafter_model(directory, target)
+    model = load_drafter_model(directory, target, served=True)
     if model.config.method != method:
         raise DSparkError(
             f"{directory} is a {model.config.method} drafter; set method to {model.config.method!r}"

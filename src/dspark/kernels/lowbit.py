@@ -22,17 +22,22 @@ from torch import nn
 from dspark.kernels.integers_numba import CODES_BYTES, integers_run_here
 from dspark.kernels.lowbit_numba import CALL, CALL_TYPE, lowbit_worker, quantize_worker, runs_here
 from dspark.kernels.parallel import parallel
-from dspark.kernels.quantized import QuantizedWeight, pack, round_activations
+from dspark.kernels.quantized import PackedRows, QuantizedWeight, pack, packed_bytes, round_activations
 from dspark.kernels.records import BLOCK, TILE
 from dspark.kernels.worker import load_worker
 
 __all__ = [
     "BLOCK",
+    "LowBitEmbedding",
     "LowBitLinear",
     "QuantizedWeight",
+    "WeightMemory",
     "compile_worker",
+    "divisible",
+    "gather_weights",
     "lowbit_linear_reference",
     "lowbit_linears",
+    "packed_bytes",
     "supports",
     "supports_integers",
 ]
@@ -77,10 +82,15 @@ class LowBitLinear(nn.Module):
         weight: not kept, but laid out anew.
         bias: [out] or None.
         integer: round activations to 8 bits. Fast where `supports_integers()`, but the same everywhere.
+        memory: where to lay the weight out; None: anywhere.
     """
 
     def __init__(
-        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, integer: bool = False
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None = None,
+        integer: bool = False,
+        memory: WeightMemory | None = None,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -88,7 +98,10 @@ class LowBitLinear(nn.Module):
         self.bias = None if bias is None else bias.detach()
         # Plain attributes: the layout is opaque to state_dict() and to().
         compiled = supports_integers() if integer else supports()
-        self.packed = pack(weight) if compiled else None
+        place = (
+            None if memory is None or not compiled else memory.take(packed_bytes(weight.shape, weight.bits))
+        )
+        self.packed = pack(weight, place) if compiled else None
         self.weight = None if compiled else weight.dequantize()
         self._call = self._invariable()
 
@@ -150,24 +163,85 @@ class LowBitLinear(nn.Module):
         """What is the same in all calls."""
         return b"" if self.packed is None else bytes(_Call(**self.call_fields()))
 
+    def rows(self, index: torch.Tensor) -> QuantizedWeight:
+        """Rows of the weight, `index` [n] int64, as they are kept: only where it is packed."""
+        assert self.packed is not None
+        return PackedRows(self.packed, self.bits).quantized(index.numpy())
+
     def extra_repr(self) -> str:
         where = "packed" if self.packed is not None else "float32"
         x = "int8" if self.integer else "float32"
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {where}, x {x}"
 
 
-def gather_weights(module: nn.Module) -> None:
-    """Move the weights of all `LowBitLinear` inside `module` to one stretch of memory, in their order.
+class LowBitEmbedding(nn.Module):
+    """Look-up of rows of `layer`'s weight: an embedding tied to a head whose weights are kept in few bits.
+
+    The layer is shared, neither a part of this module nor copied.
+    """
+
+    def __init__(self, layer: LowBitLinear) -> None:
+        super().__init__()
+        self._layer = (layer,)  # a tuple hides it from `modules()`
+        self._rows: PackedRows | None = None
+
+    @property
+    def layer(self) -> LowBitLinear:
+        return self._layer[0]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The whole table [rows, in] float32, made anew at each use."""
+        return self(torch.arange(self.layer.out_features))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [...] int64 -> [..., in] float32, the dequantised rows.
+
+        Raises:
+            IndexError: an id is no row.
+        """
+        layer = self.layer
+        if layer.packed is None:
+            assert layer.weight is not None
+            return nn.functional.embedding(ids, layer.weight)
+        if self._rows is None or self._rows.packed is not layer.packed:
+            self._rows = PackedRows(layer.packed, layer.bits)
+        rows = ids.reshape(-1).numpy()
+        if len(rows) and not (rows.min() >= 0 and rows.max() < layer.out_features):
+            raise IndexError(f"a token id is outside 0..{layer.out_features - 1}")
+        return self._rows.dequantized(rows).view(*ids.shape, layer.in_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.layer.out_features}, {self.layer.in_features}, bits={self.layer.bits}, shared"
+
+
+class WeightMemory:
+    """One stretch of memory for the weights of many layers, one behind the other.
 
     NumPy asks for huge pages for large arrays: fewer look-ups of addresses, which is a tenth of the time of
-    a single row. And reading ahead behind the end of a layer finds the next one.
+    a single row. And reading ahead behind the end of a layer finds the next one. What is not taken costs nothing.
+
+    Args:
+        size: bytes for all weights, see `packed_bytes`; more than needed does no harm.
     """
-    layers = {id(m): m for m in module.modules() if isinstance(m, LowBitLinear) and m.packed is not None}
-    sizes = [layer.packed.numel() for layer in layers.values() if layer.packed is not None]
-    memory = torch.from_numpy(np.empty(sum(sizes) + LINE, dtype=np.uint8))
-    memory = memory[-memory.data_ptr() % LINE :]
-    for layer, target in zip(layers.values(), memory.split([*sizes, len(memory) - sum(sizes)]), strict=False):
-        layer.move(target)
+
+    def __init__(self, size: int) -> None:
+        memory = torch.from_numpy(np.empty(size + LINE, dtype=np.uint8))
+        self._free = memory[-memory.data_ptr() % LINE :]
+
+    def take(self, size: int) -> torch.Tensor:
+        """The next `size` bytes, uint8."""
+        taken, self._free = self._free[:size], self._free[size:]
+        return taken
+
+
+def gather_weights(module: nn.Module) -> None:
+    """Move the weights of all `LowBitLinear` inside `module` to one stretch of memory, in their order."""
+    layers = {id(m): m for m in module.modules() if isinstance(m, LowBitLinear)}
+    packed = [(layer, layer.packed.numel()) for layer in layers.values() if layer.packed is not None]
+    memory = WeightMemory(sum(size for _, size in packed))
+    for layer, size in packed:
+        layer.move(memory.take(size))
 
 
 def lowbit_linears(module: nn.Module, bits: int = 8, integer: bool = False) -> nn.Module:
@@ -187,16 +261,17 @@ def lowbit_linears(module: nn.Module, bits: int = 8, integer: bool = False) -> n
             originals.append(layer)
         return done[id(layer)]
 
-    if _divisible(module):
+    if divisible(module):
         return quantise(module)
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
-            if _divisible(child):
+            if divisible(child):
                 parent._modules[name] = quantise(child)
-    gather_weights(module)
+    if done:
+        gather_weights(module)
     return module
 
 
-def _divisible(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+def divisible(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whole blocks in; and more than one output, which alone would be padded to a tile."""
     return type(module) is nn.Linear and module.in_features % BLOCK == 0 and module.out_features > 1

@@ -18,11 +18,17 @@ from dspark.core import DSparkError
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
 from dspark.kernels.layers import CompiledLayers, LayerWeights
 from dspark.kernels.linear import pack_linears
-from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, gather_weights, supports
+from dspark.kernels.lowbit import (
+    LowBitEmbedding,
+    LowBitLinear,
+    WeightMemory,
+    packed_bytes,
+    supports,
+)
 from dspark.kernels.program import Rotation
 from dspark.kv import KVPool
 from dspark.target.base import ForwardBatch, TargetOutput
-from dspark.target.blocks import check_blocks, fuse_blocks
+from dspark.target.blocks import Blocks, check_blocks, fuse_blocks
 from dspark.target.config import DecoderConfig
 
 __all__ = ["Decoder", "DecoderLayer", "RMSNorm", "Rotary", "apply_rotary", "causal_attention", "fuse_weights"]
@@ -112,6 +118,7 @@ class Decoder(nn.Module):
         self.kv_specs = config.kv_specs
         # Not initialised, for the same reason as in `Rotary`.
         table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed: nn.Embedding | LowBitEmbedding
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -119,7 +126,7 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
-        self._output_weight: Tensor = self.lm_head.weight.detach()
+        self._output_weight: Tensor | None = self.lm_head.weight.detach()  # None: in `lm_head`, in few bits
         self._compiled: CompiledLayers | None = None
         self.kv_cache_dtype: torch.dtype | None = None  # None: that of the weights
         self.activation_dtype = "float32"  # of the products' inputs, where weights are quantised
@@ -140,7 +147,7 @@ class Decoder(nn.Module):
     def prepare(
         self,
         device: torch.device | str = "cpu",
-        blocks: Mapping[str, QuantizedWeight] | None = None,
+        blocks: Blocks | None = None,
         integer: bool = False,
     ) -> Decoder:
         """Move to `device` and lay the weights out for few-row products (serving only, no gradients).
@@ -150,29 +157,52 @@ class Decoder(nn.Module):
         """
         on_cpu = torch.device(device).type == "cpu"
         if blocks and self.dtype == torch.float32 and on_cpu and supports():
-            for name, weight in fuse_blocks(self.config, blocks):
-                layer = self.get_submodule(name)
-                assert isinstance(layer, nn.Linear)
-                if not layer.weight.is_meta:  # `hollow_weights` checked those
-                    check_blocks(name, weight, layer.weight)
-                self.set_submodule(name, LowBitLinear(weight, layer.bias, integer))
-            gather_weights(self)
+            self._take_blocks(blocks, integer)
             self.activation_dtype = "int8" if integer else "float32"
         self.to(device)
-        self._output_weight = self._output_weight.to(device)
+        if self._output_weight is not None:
+            self._output_weight = self._output_weight.to(device)
         pack_linears(self)
         windows = [spec.window for spec in self.kv_specs]
         self._compiled = compiled_layers(self.layers, self.norm, self.rotary, windows)
         return self
 
+    def _take_blocks(self, blocks: Blocks, integer: bool) -> None:
+        """Replace every layer that `blocks` make up; the embedding shares what it is tied to."""
+        memory = WeightMemory(sum(packed_bytes(blocks.shape(name), blocks.bits(name)) for name in blocks))
+        for name, weight in fuse_blocks(self.config, blocks):
+            layer = self.get_submodule(name)
+            assert isinstance(layer, nn.Linear | nn.Embedding)
+            if not layer.weight.is_meta:  # `hollow_weights` checked those
+                check_blocks(name, weight, layer.weight)
+            bias = layer.bias if isinstance(layer, nn.Linear) else None
+            low_bit = LowBitLinear(weight, bias, integer, memory)
+            if name != "embed":
+                self.set_submodule(name, low_bit)
+            if name == "embed" or (name == "lm_head" and self.config.tie_embeddings):
+                self.embed = LowBitEmbedding(low_bit)
+            if name == "lm_head":
+                self._output_weight = None
+
     @property
     def output_weight(self) -> Tensor:
-        """Rows of the LM head [V, H], also after `prepare`."""
-        return self._output_weight
+        """Rows of the LM head [V, H], also after `prepare`; made anew at each use where it is kept in few bits."""
+        return (
+            self.output_rows(torch.arange(self.vocab_size))
+            if self._output_weight is None
+            else self._output_weight
+        )
+
+    def output_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows of the LM head for some tokens [n]: [n, H]."""
+        if self._output_weight is not None:
+            return self._output_weight[token_ids]
+        assert isinstance(self.lm_head, LowBitLinear)
+        return LowBitEmbedding(self.lm_head)(token_ids.cpu())
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed.weight.dtype
+        return self.norm.weight.dtype
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -180,7 +210,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embed.weight.device
+        return self.norm.weight.device
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...] = ()) -> TargetOutput:

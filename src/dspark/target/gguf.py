@@ -25,7 +25,7 @@ from gguf import GGMLQuantizationType as QuantType
 
 from dspark.core import DSparkError
 from dspark.kernels.lowbit import BLOCK
-from dspark.target.blocks import BLOCKS_FILE
+from dspark.target.blocks import BLOCKS_FILE, STORED
 from dspark.target.gguf_tokenizer import build_tokenizer, tokenizer_config
 from dspark.target.hf import read_config, weight_shapes
 
@@ -33,7 +33,6 @@ __all__ = ["convert_gguf"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 BLOCK_BYTES = {QuantType.Q4_0: 18, QuantType.Q4_1: 20, QuantType.Q8_0: 34}  # of 32 weights
-STORED = {"F32": "<f4", "F16": "<f2", "U8": "u1", "I8": "i1"}  # safetensors' word -> NumPy's
 ALIGNMENT = 64  # bytes: a cache line, so that mapped rows start on one
 
 TENSORS = {

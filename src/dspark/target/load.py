@@ -64,6 +64,10 @@ def load_target(
     if kv_cache_dtype != "auto" and kv_cache_dtype not in KV_CACHE_DTYPES:
         names = ", ".join(("auto", *KV_CACHE_DTYPES))
         raise DSparkError(f"kv_cache_dtype {kv_cache_dtype!r} is not supported; choose from {names}")
+    if activation_dtype == "int8" and not supports_integers():
+        raise DSparkError(
+            "int8 activations need an x86 processor with AVX2, which this is not: leave activation_dtype out"
+        )
     directory = resolve(model, report)
     integer = activation_dtype == "int8" or (activation_dtype == "auto" and supports_integers())
     decoder = _decoder_on_blocks(directory, dtype, device, integer)
@@ -94,4 +98,6 @@ def _decoder_on_blocks(
         return None
     config = read_config(directory)
     weights = hollow_weights(config, read_weights(directory), blocks)
+    # Vectors are copied: views would keep the pages around them in memory.
+    weights = {name: weight.clone() if weight.ndim == 1 else weight for name, weight in weights.items()}
     return Decoder.from_weights(config, weights, weights_identity(directory)).prepare(device, blocks, integer)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from dspark.cache import cache_directory
 from dspark.core import DSparkError
-from dspark.target.gguf import convert_gguf
 
 __all__ = ["KnownModel", "known_models", "resolve"]
 
@@ -100,6 +99,8 @@ def _converted(path: Path, report: Callable[[str], None]) -> Path:
     digest = _fingerprint(path)
     directory = cache_directory() / "models" / f"{path.stem}-{digest}"
     if not (directory / "config.json").exists():
+        from dspark.target.gguf import convert_gguf  # only here: the package gguf takes long to import
+
         report(f"converting {path.name}, once (a few seconds) ...")
         convert_gguf(path, directory)
     return directory

@@ -11,6 +11,7 @@ import torch
 
 from dspark import __version__
 from dspark.core import DSparkError
+from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.checkpoint import save_drafter_model
 from dspark.train.trainer import Trainer
 
@@ -40,7 +41,9 @@ def export_drafter(trainer: Trainer, directory: Path | None = None) -> Exported:
         "held_out": trainer.evaluate(),
         "versions": {"dspark": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
-    save_drafter_model(trainer.model, directory, provenance)
+    # As serving rounds it, where that is defined; training can go on from the state, which is in full precision.
+    storage = "blocks" if isinstance(trainer.model, BlockDrafterModel) else "int8"
+    save_drafter_model(trainer.model, directory, provenance, storage)
     return directory, provenance
 
 
