@@ -20,7 +20,7 @@ from dspark.kernels.draft import BlockRows, CompiledDraft, ContextRows, ContextW
 from dspark.kernels.linear import pack_linear, pack_linears
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, supports_integers
 from dspark.kv import KVPool
-from dspark.target.decoder import Attend, DecoderLayer, compiled_layers
+from dspark.target.decoder import Attend, DecoderLayer, layer_stack
 
 __all__ = ["BlockDrafter"]
 
@@ -190,10 +190,11 @@ def compiled_draft(
 ) -> CompiledDraft | None:
     """The one-call form of a round where all products are low-bit, or None where there is none for them."""
     windows = [spec.window for spec in model.config.layer_config.kv_specs]
-    layers = compiled_layers(model.layers, model.norm, model.rotary, windows)
+    layers = layer_stack(model.layers, model.norm, model.rotary, windows)
     fc, lm_head, head = model.fc, model.lm_head, model.head
-    low_bit = isinstance(fc, LowBitLinear) and isinstance(lm_head, LowBitLinear)
-    if layers is None or not low_bit or not isinstance(context_kv, LowBitLinear):
+    if layers is None or not isinstance(context_kv, LowBitLinear):
+        return None
+    if not (isinstance(fc, LowBitLinear) and isinstance(lm_head, LowBitLinear)):
         return None
     norms = [layer.k_norm for layer in model.layers if isinstance(layer, DecoderLayer)]
     k_norms = tuple(None if k_norm is None else k_norm.weight for k_norm in norms)

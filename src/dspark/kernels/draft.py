@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.attention import AttentionPlan, check_pool
-from dspark.kernels.layers import CompiledLayers, LayerMemory, room
+from dspark.kernels.layers import LayerMemory, LayerStack, room
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import (
     Confidence,
@@ -106,14 +106,14 @@ class CompiledDraft:
     """
 
     def __init__(
-        self, context: ContextWeights, layers: CompiledLayers, head: HeadWeights, block_size: int
+        self, context: ContextWeights, layers: LayerStack, head: HeadWeights, block_size: int
     ) -> None:
         assert self.supports(context, layers, head)
         self.context, self.layers, self.head, self.block_size = context, layers, head, block_size
         self._bound: _Bound | None = None
 
     @staticmethod
-    def supports(context: ContextWeights, layers: CompiledLayers, head: HeadWeights) -> bool:
+    def supports(context: ContextWeights, layers: LayerStack, head: HeadWeights) -> bool:
         """Whether all products are packed, of the layers' kind, and all rows fill whole vectors."""
         products = [context.fc, context.kv, head.lm_head, *([] if head.w2 is None else [head.w2])]
         integer = layers.layers[0].qkv.integer
@@ -141,12 +141,9 @@ class CompiledDraft:
         context_rows = 0 if context is None else len(context.taps)
         bound = self._bound
         if bound is None or not bound.fits(rows, context_rows, requests, keys):
-            capacities = (
-                max(rows, bound.memory.capacity if bound else 0),
-                max(context_rows, bound.context_capacity if bound else 0),
-                max(requests, bound.requests if bound else 0),
-            )
-            bound = self._bound = _Bound(self, *map(room, capacities), keys, values)
+            rooms = (0, 0, 0) if bound is None else bound.rooms
+            rooms = tuple(room(max(pair)) for pair in zip((rows, context_rows, requests), rooms, strict=True))
+            bound = self._bound = _Bound(self, rooms, keys, values)
         groups = [Rows(0)] * (SLOTS + self.block_size)
         if context is not None:
             plan = AttentionPlan.for_store(context.slots, keys[0].shape[-1])
@@ -172,13 +169,13 @@ class _Bound:
     def __init__(
         self,
         draft: CompiledDraft,
-        rows: int,
-        context_rows: int,
-        requests: int,
+        rooms: tuple[int, ...],
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
     ) -> None:
-        self.draft, self.context_capacity, self.requests = draft, context_rows, requests
+        self.draft, self.rooms = draft, rooms
+        rows, self.context_rows, self.requests = rooms
+        requests = self.requests
         self.memory = LayerMemory(draft.layers, rows, keys, values)
         head, slots = draft.head, draft.block_size
         self.hidden = torch.empty(rows, len(draft.layers.norm))
@@ -196,7 +193,7 @@ class _Bound:
 
     def _context(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Step]:
         weights, rotation, eps = self.draft.context, self.draft.layers.rotation, self.draft.layers.eps
-        rows = self.context_capacity
+        rows = self.context_rows
         taps, taps_out = _input(weights.fc, rows)
         context, context_out = _input(weights.kv, rows)
         floats = context if context_out is None else torch.empty(rows, len(weights.norm))
@@ -244,9 +241,7 @@ class _Bound:
 
     def fits(self, rows: int, context_rows: int, requests: int, keys: Sequence[Tensor]) -> bool:
         return (
-            self.memory.fits(rows, keys)
-            and context_rows <= self.context_capacity
-            and requests <= self.requests
+            self.memory.fits(rows, keys) and context_rows <= self.context_rows and requests <= self.requests
         )
 
     def follow(self, context: ContextRows) -> Rows:
