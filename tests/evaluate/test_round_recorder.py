@@ -9,6 +9,7 @@ import torch
 
 from dspark.core import Draft, SamplingParams
 from dspark.drafters.base import Drafter, ProposeBatch
+from dspark.drafters.lookup import LookupFirst
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.evaluate.collisions import Suspect, count_collisions
@@ -284,3 +285,22 @@ def test_watching_changes_no_output() -> None:
     bare = Engine(target, tiny_drafter(target), FixedLength(7), None, EngineConfig(kv_cache_tokens=512))
     seen, unseen = (run_engine(e, prompts, params) for e in (engine, bare))
     assert [o.token_ids for o in seen] == [o.token_ids for o in unseen]
+
+
+def test_copies_are_asked_for_and_seen_as_without_watching() -> None:
+    """Prompt lookup copies more tokens than the policy pays for: watched as unwatched."""
+    prompt = [1, 2, 3, 4, 5, 6] * 3
+    params = SamplingParams(temperature=0, max_tokens=24)
+
+    def drafter() -> LookupFirst:
+        return LookupFirst(ScriptedDrafter(None, two_right, 2), 2, 6)
+
+    target = TableTarget(cycle(8))
+    [plain] = run_engine(Engine(target, drafter(), FixedLength(2)), [prompt], params)
+    engine, recorder = watched(target, drafter(), 2)
+    [answer] = answers(engine, recorder, [prompt], params)
+    metrics = answer.output.metrics
+    assert answer.output.token_ids == plain.token_ids
+    assert (metrics.rounds, metrics.drafted) == (plain.metrics.rounds, plain.metrics.drafted)
+    assert metrics.drafted > 2 * metrics.rounds
+    assert sum(answer.counts.accepted) == metrics.accepted

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from dspark.kernels import lowbit
-from dspark.kernels.lowbit import lowbit_linears
+from dspark.kernels.attention import AttentionPlan
+from dspark.kernels.lowbit import QuantizedWeight, lowbit_linears
+from dspark.kernels.target import CompiledTarget
 from dspark.kv import KVPool
 from dspark.target.base import ForwardBatch, TargetOutput
 from dspark.target.decoder import Decoder
@@ -150,8 +152,8 @@ def test_positions_beyond_the_rotary_table_are_caught() -> None:
     assert model._compiled is not None
     stream = Stream(model, 1)
     stream.done = [79]
-    rotation = model._compiled.rotation
-    model._compiled.rotation = dataclasses.replace(rotation, cos=rotation.cos[:50])
+    rotation = model._compiled.stack.rotation
+    model._compiled.stack.rotation = dataclasses.replace(rotation, cos=rotation.cos[:50])
     with pytest.raises(AssertionError):
         stream.feed((1,))
 
@@ -165,3 +167,35 @@ def test_unsuitable_shapes_run_layer_by_layer(hidden: int) -> None:
 
 def test_layers_in_full_precision_run_layer_by_layer() -> None:
     assert tiny_decoder(hidden=128, dtype=torch.float32).prepare()._compiled is None
+
+
+@pytest.mark.parametrize("integer", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embedding_and_head_in_the_same_call(bits: int, integer: bool) -> None:
+    """Token ids to logits: the layers' own results with a look-up before and a product behind, to the bit."""
+    if integer and not lowbit.supports_integers():
+        pytest.skip("the machine has no integer products that the kernel knows")
+    model = decoder(bits=bits, integer=integer)
+    head = model.lm_head
+    assert isinstance(head, lowbit.LowBitLinear)
+    table = QuantizedWeight.from_float(torch.randn(64, 128, generator=torch.Generator().manual_seed(1)), bits)
+    layer = lowbit.LowBitLinear(table, integer=integer)
+    stack = model._compiled.stack
+    passes = [CompiledTarget(stack), CompiledTarget(stack, head), CompiledTarget(stack, head, layer)]
+    ids, rows = torch.tensor([3, 63, 0, 31, 32, 3]), torch.tensor([5, 1])
+    results = []
+    for compiled in passes:
+        pool = KVPool(model.kv_specs, 1, BLOCK)
+        plan = AttentionPlan(
+            np.array([0, 6]), np.zeros(1, np.int64), np.zeros((1, 1), np.int64), torch.arange(6), True, BLOCK
+        )
+        inputs = ids if compiled.embedding is not None else table.dequantize()[ids]
+        for wanted in (None, rows):
+            given = (inputs.clone(), torch.arange(6), plan, pool.k, pool.v, TAPS, wanted)
+            out, tapped = compiled(*given)
+            results.append((out if compiled.head is not None else head(out), tapped))
+    for i, (logits, tapped) in enumerate(results):
+        assert torch.equal(logits, results[0][0] if i % 2 == 0 else results[0][0][rows])
+        assert torch.equal(tapped, results[0][1])
+    with pytest.raises(IndexError, match=r"0\.\.63"):
+        passes[2](torch.tensor([64] * 6), torch.arange(6), plan, pool.k, pool.v)

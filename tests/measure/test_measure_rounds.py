@@ -9,7 +9,7 @@ import torch
 from dspark.core import DSparkError
 from dspark.kernels import lowbit
 from dspark.kernels.lowbit import lowbit_linears
-from dspark.kernels.program_numba import PRODUCT
+from dspark.kernels.program_numba import NORM, PRODUCT, ROTARY
 from dspark.measure import RoundSettings, measure_rounds
 from dspark.measure.replay import PARTS, PassReplay
 from dspark.measure.rounds import ROUND, RowsPolicy
@@ -60,8 +60,10 @@ def test_rows_context_and_sums(models):
         assert parts["observe"] > 0
         inner = r["parts"]
         assert set(PARTS) < set(inner)
-        assert inner["layers"]["median"] == inner["lm_head"]["median"] == 1000.0
-        assert inner["products"]["in_place"]["median"] == 0.0  # by this clock all programs take as long
+        assert inner["layers"]["median"] == 1000.0
+        assert (
+            inner["products"]["in_place"]["median"] == inner["lm_head"]["median"] == 0.0
+        )  # by this clock all programs take as long
     assert [ratio["pass"] for ratio in report["ratios"]] == [1.0, 1.0, 1.0]
 
 
@@ -77,7 +79,7 @@ def test_parts_left_out_are_left_out_and_nothing_stays(models):
             before = forward(self.batch, self.pool, self.taps).logits
             times = super().times(clock)
             caught.append((before, forward(self.batch, self.pool, self.taps).logits, times))
-            program = self.compiled._bound.program
+            program = self.compiled.bound.program
             assert (program.steps["units"][program.of_kind(PRODUCT)] > 0).all()
             return times
 
@@ -97,29 +99,28 @@ def test_kinds_without_units_do_nothing(models, monkeypatch):
     target, _ = models
     ran = []
 
-    def spy(program, kinds, positions, slots, attention, clock):
-        from dspark.measure import replay
-
-        bound = target._compiled._bound.memory
-        for memory in (bound.qkv, bound.normed):
-            memory.fill_(7.0)
-        monkeypatch.setattr(replay, "_run_kinds", original)
-        replay._run_kinds(program, kinds, positions, slots, attention, clock)
-        monkeypatch.setattr(replay, "_run_kinds", spy)
-        rows = len(positions)
-        ran.append((kinds, bool((bound.qkv[:rows] != 7).any()), bool((bound.normed[:rows] != 7).any())))
+    def spy(program, steps, groups, attention, clock):
+        bound = target._compiled.bound
+        memory, rows = bound.memory, groups[0].count
+        for part in (memory.qkv, memory.normed):
+            part.fill_(7.0)
+        monkeypatch.setattr(replay, "_run_steps", original)
+        replay._run_steps(program, steps, groups, attention, clock)
+        monkeypatch.setattr(replay, "_run_steps", spy)
+        kinds = set(program.steps["kind"][steps & (np.arange(len(steps)) < bound.layer_steps)])
+        ran.append((kinds, bool((memory.qkv[:rows] != 7).any()), bool((memory.normed[:rows] != 7).any())))
         return 1.0
 
     from dspark.measure import replay
 
-    original = replay._run_kinds
-    monkeypatch.setattr(replay, "_run_kinds", spy)
+    original = replay._run_steps
+    monkeypatch.setattr(replay, "_run_steps", spy)
     settings = RoundSettings(rows=(1,), drafts=0, context=20, repeats=1, rounds=1)
     measure_rounds(target, None, TEXTS, settings)
-    assert len(ran) == 2 * (2 + 2 * len(PARTS))
+    assert len(ran) == 2 * (3 + 2 * len(PARTS))
     for kinds, products, norms in ran:
-        assert products == (PRODUCT in kinds or PARTS["small"][1] in kinds)  # rotary works in place on keys
-        assert norms == (PARTS["small"][0] in kinds)
+        assert products == (PRODUCT in kinds or ROTARY in kinds)  # rotary works in place on keys
+        assert norms == (NORM in kinds)
 
 
 def test_without_a_compiled_pass_there_are_no_parts():

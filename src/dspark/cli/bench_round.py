@@ -19,7 +19,7 @@ from dspark.cli.options import add_model_options, set_threads, speculative_confi
 
 __all__ = ["add_parser"]
 
-PARTS = ("products", "attention", "small")  # small: norms, rotary, SwiGLU
+PARTS = ("products", "attention", "small")  # small: embedding, norms, rotary, SwiGLU, rounding
 
 
 def add_parser(benches: Any) -> None:
@@ -142,9 +142,7 @@ def _passes(results: list[dict[str, Any]]) -> Any:
     caption = (
         "ms, medians: the pass again, and what it takes less without a kind of steps (small: norms, rotary, "
     )
-    caption += (
-        "SwiGLU); rest: of the layers; around: embedding, plan, Python; modules: the pass layer by layer"
-    )
+    caption += "SwiGLU); rest: of the layers; around: plan, Python; modules: the pass layer by layer"
     columns = ("rows", "pass", *PARTS, "rest", "head", "around", "modules")
     table = _table(caption, columns)
     for r in results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,9 +20,9 @@ from dspark.drafters.storage import context_weight
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
 from dspark.kernels.draft import BlockRows, CompiledDraft, ContextRows, ContextWeights, HeadWeights
 from dspark.kernels.linear import pack_linear, pack_linears
-from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, supports_integers
+from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, packed_table, supports_integers
 from dspark.kv import KVPool
-from dspark.target.decoder import Attend, DecoderLayer, compiled_layers
+from dspark.target.decoder import Attend, DecoderLayer, layer_stack
 
 __all__ = ["BlockDrafter"]
 
@@ -107,6 +108,8 @@ class BlockDrafter:
             self.catch_up()
             hidden = self._backbone(block)
             return self._fill(sampler, block.anchors, hidden, self.model.lm_head(hidden))
+        if self._compiled.head.embedding is None:
+            block = replace(block, inputs=self.model.embed(block.inputs))
         behind = self._behind.take()
         chain = self._compiled.head.chained and sampler.argmax_only
         rows = None if behind is None else ContextRows(*behind)
@@ -147,8 +150,8 @@ class BlockDrafter:
         query_start = np.concatenate(([0], stop))
         at = torch.from_numpy(slots).to(self._device)
         plan = AttentionPlan(query_start, context, tables, at, causal=False, block_size=size)
-        x = self.model.embed(torch.from_numpy(tokens).to(self._device))
-        return BlockRows(x, torch.from_numpy(positions).to(self._device), plan, lengths, anchors)
+        ids, where = torch.from_numpy(tokens).to(self._device), torch.from_numpy(positions).to(self._device)
+        return BlockRows(ids, where, plan, lengths, anchors)
 
     def _backbone(self, block: BlockRows) -> Tensor:
         """One pass over all blocks by modules: h [sum(lengths), H]."""
@@ -163,7 +166,7 @@ class BlockDrafter:
 
             return attend
 
-        return self.model.run_blocks(block.x, block.positions, attend_in)
+        return self.model.run_blocks(self.model.embed(block.inputs), block.positions, attend_in)
 
     def _fill(self, sampler: SlotSampler, anchors: np.ndarray, hidden: Tensor, logits: Tensor) -> Draft:
         """All slots, left to right, from the anchors and the backbone's rows [sum(lengths), H] and [.., Vd]."""
@@ -189,10 +192,11 @@ def compiled_draft(
 ) -> CompiledDraft | None:
     """The one-call form of a round where all products are low-bit, or None where there is none for them."""
     windows = [spec.window for spec in model.config.layer_config.kv_specs]
-    layers = compiled_layers(model.layers, model.norm, model.rotary, windows)
+    layers = layer_stack(model.layers, model.norm, model.rotary, windows)
     fc, lm_head, head = model.fc, model.lm_head, model.head
-    low_bit = isinstance(fc, LowBitLinear) and isinstance(lm_head, LowBitLinear)
-    if layers is None or not low_bit or not isinstance(context_kv, LowBitLinear):
+    if layers is None or not isinstance(context_kv, LowBitLinear):
+        return None
+    if not (isinstance(fc, LowBitLinear) and isinstance(lm_head, LowBitLinear)):
         return None
     norms = [layer.k_norm for layer in model.layers if isinstance(layer, DecoderLayer)]
     k_norms = tuple(None if k_norm is None else k_norm.weight for k_norm in norms)
@@ -206,7 +210,8 @@ def compiled_draft(
     if type(head) is MarkovHead and isinstance(head.w2, LowBitLinear):
         w1, w2 = head.w1.weight, head.w2
     chained = head is None or w2 is not None
-    heads = HeadWeights(lm_head, vocab, w1, w2, confidence if chained else None, chained)
+    embedding = packed_table(model.embed)
+    heads = HeadWeights(lm_head, embedding, vocab, w1, w2, confidence if chained else None, chained)
     if not CompiledDraft.supports(context, layers, heads):
         return None
     return CompiledDraft(context, layers, heads, model.config.block_size)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.attention import AttentionPlan, check_pool
-from dspark.kernels.layers import CompiledLayers, LayerMemory, room
+from dspark.kernels.layers import LayerMemory, LayerStack, room
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import (
     Confidence,
@@ -26,6 +26,7 @@ from dspark.kernels.program import (
     Rows,
     Step,
     choose,
+    embed,
     gather,
     norm,
     product,
@@ -52,14 +53,16 @@ class ContextWeights:
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """What makes tokens of hidden states.
+    """What makes tokens of hidden states, and rows of tokens.
 
+    `embedding`: a packed layer whose rows are the embeddings, None where the caller looks them up.
     `vocab` [Vd] maps draft ids to the target's, None: they are the same. `w1` [V, r] and `w2`: the Markov head's,
     None without one. `confidence`: weight [H + r] (or [H]) and bias. `chained` is False for a head with more to it:
     then there are logits and no tokens.
     """
 
     lm_head: LowBitLinear
+    embedding: LowBitLinear | None = None
     vocab: Tensor | None = None
     w1: Tensor | None = None
     w2: LowBitLinear | None = None
@@ -78,9 +81,12 @@ class ContextRows:
 
 @dataclass(frozen=True, eq=False)
 class BlockRows:
-    """Blocks of A requests, ragged: embedded inputs x [n, H] (used up), positions [n], lengths and anchors [A]."""
+    """Blocks of A requests, ragged: inputs and positions [n], lengths and anchors [A].
 
-    x: Tensor
+    `inputs` are token ids [n] int64 where the program has the embedding, else embedded rows [n, H] (used up).
+    """
+
+    inputs: Tensor
     positions: Tensor
     plan: AttentionPlan
     lengths: np.ndarray
@@ -106,14 +112,14 @@ class CompiledDraft:
     """
 
     def __init__(
-        self, context: ContextWeights, layers: CompiledLayers, head: HeadWeights, block_size: int
+        self, context: ContextWeights, layers: LayerStack, head: HeadWeights, block_size: int
     ) -> None:
         assert self.supports(context, layers, head)
         self.context, self.layers, self.head, self.block_size = context, layers, head, block_size
         self._bound: _Bound | None = None
 
     @staticmethod
-    def supports(context: ContextWeights, layers: CompiledLayers, head: HeadWeights) -> bool:
+    def supports(context: ContextWeights, layers: LayerStack, head: HeadWeights) -> bool:
         """Whether all products are packed, of the layers' kind, and all rows fill whole vectors."""
         products = [context.fc, context.kv, head.lm_head, *([] if head.w2 is None else [head.w2])]
         integer = layers.layers[0].qkv.integer
@@ -136,17 +142,14 @@ class CompiledDraft:
             keys, values: each draft layer's part of the KV pool.
             chain: choose tokens too, greedily.
         """
-        rows = 0 if block is None else len(block.x)
+        rows = 0 if block is None else len(block.inputs)
         requests = 0 if block is None else len(block.lengths)
         context_rows = 0 if context is None else len(context.taps)
         bound = self._bound
         if bound is None or not bound.fits(rows, context_rows, requests, keys):
-            capacities = (
-                max(rows, bound.memory.capacity if bound else 0),
-                max(context_rows, bound.context_capacity if bound else 0),
-                max(requests, bound.requests if bound else 0),
-            )
-            bound = self._bound = _Bound(self, *map(room, capacities), keys, values)
+            rooms = (0, 0, 0) if bound is None else bound.rooms
+            rooms = tuple(room(max(pair)) for pair in zip((rows, context_rows, requests), rooms, strict=True))
+            bound = self._bound = _Bound(self, rooms, keys, values)
         groups = [Rows(0)] * (SLOTS + self.block_size)
         if context is not None:
             plan = AttentionPlan.for_store(context.slots, keys[0].shape[-1])
@@ -172,13 +175,13 @@ class _Bound:
     def __init__(
         self,
         draft: CompiledDraft,
-        rows: int,
-        context_rows: int,
-        requests: int,
+        rooms: tuple[int, ...],
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
     ) -> None:
-        self.draft, self.context_capacity, self.requests = draft, context_rows, requests
+        self.draft, self.rooms = draft, rooms
+        rows, self.context_rows, self.requests = rooms
+        requests = self.requests
         self.memory = LayerMemory(draft.layers, rows, keys, values)
         head, slots = draft.head, draft.block_size
         self.hidden = torch.empty(rows, len(draft.layers.norm))
@@ -192,11 +195,13 @@ class _Bound:
         steps = [*context, *self._blocks(), *chain]
         self.program = Program(steps, draft.layers.rotation)
         norms = self.program.of_kind(NORM)
-        self.norms = norms[norms >= len(context)]
+        self.first, self.norms = len(context), norms[norms >= len(context)]
+        if draft.head.embedding is not None:
+            self.program.steps["x"][self.norms] = self.x.data_ptr()
 
     def _context(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Step]:
         weights, rotation, eps = self.draft.context, self.draft.layers.rotation, self.draft.layers.eps
-        rows = self.context_capacity
+        rows = self.context_rows
         taps, taps_out = _input(weights.fc, rows)
         context, context_out = _input(weights.kv, rows)
         floats = context if context_out is None else torch.empty(rows, len(weights.norm))
@@ -216,9 +221,12 @@ class _Bound:
         return steps
 
     def _blocks(self) -> list[Step]:
-        hidden, codes = _input(self.draft.head.lm_head, self.memory.capacity, self.hidden)
-        self._keep_blocks = hidden
-        return [*self.memory.steps(self.hidden, codes), product(self.draft.head.lm_head, hidden, self.logits)]
+        head = self.draft.head
+        hidden, codes = _input(head.lm_head, self.memory.capacity, self.hidden)
+        self.x, self._keep_blocks = torch.empty_like(self.hidden), hidden
+        no_ids = torch.empty(0, dtype=torch.int64)  # set at each run
+        first = [] if head.embedding is None else [embed(head.embedding, no_ids, self.x)]
+        return [*first, *self.memory.steps(self.hidden, codes), product(head.lm_head, hidden, self.logits)]
 
     def _slot(self, k: int) -> list[Step]:
         head, vocab_size = self.draft.head, self.draft.head.lm_head.out_features
@@ -244,9 +252,7 @@ class _Bound:
 
     def fits(self, rows: int, context_rows: int, requests: int, keys: Sequence[Tensor]) -> bool:
         return (
-            self.memory.fits(rows, keys)
-            and context_rows <= self.context_capacity
-            and requests <= self.requests
+            self.memory.fits(rows, keys) and context_rows <= self.context_rows and requests <= self.requests
         )
 
     def follow(self, context: ContextRows) -> Rows:
@@ -258,14 +264,17 @@ class _Bound:
     def load(self, block: BlockRows) -> int:
         """Set what the blocks' steps read; returns the units of their attention."""
         lengths, requests = block.lengths, len(block.lengths)
-        self.program.steps["x"][self.norms] = block.x.data_ptr()
+        if self.draft.head.embedding is None:
+            self.program.steps["x"][self.norms] = block.inputs.data_ptr()
+        else:
+            self.program.steps["index"][self.first] = block.inputs.data_ptr()
         self.tokens[0, :requests] = torch.from_numpy(block.anchors)
         slot = np.minimum(np.arange(self.draft.block_size)[:, None], lengths - 1)
         self.index[:, :requests] = torch.from_numpy(np.cumsum(lengths) - lengths + slot)
         return self.memory.plan(block.plan)
 
     def output(self, block: BlockRows, chain: bool) -> BlockOutput:
-        rows, requests, slots = len(block.x), len(block.lengths), int(block.lengths.max())
+        rows, requests, slots = len(block.inputs), len(block.lengths), int(block.lengths.max())
         hidden = self.hidden[:rows]
         logits = self.logits[:rows, : self.draft.head.lm_head.out_features]
         if not chain:

@@ -1,7 +1,8 @@
-"""Decoder layers as a program: one call a pass, for few rows on a CPU.
+"""Decoder layers as steps of a program, for few rows on a CPU: a part of a target's pass and of a drafter's.
 
-layers = CompiledLayers([LayerWeights(...), ...], norm, rotation, eps)
-normed, tapped = layers(x, positions, plan, keys, values, taps)
+stack = LayerStack([LayerWeights(...), ...], norm, rotation, eps)
+memory = LayerMemory(stack, capacity, keys, values)
+program = Program([*memory.steps(), ...], stack.rotation)
 """
 
 from __future__ import annotations
@@ -13,13 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.kernels.attention import AttentionPlan, check_pool
+from dspark.kernels.attention import AttentionPlan
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import (
-    Program,
     Rotation,
-    Rows,
     Step,
     attend,
     gather,
@@ -29,10 +28,9 @@ from dspark.kernels.program import (
     swiglu,
     width,
 )
-from dspark.kernels.program_numba import NORM
 from dspark.kernels.simd import LANES
 
-__all__ = ["CompiledLayers", "LayerMemory", "LayerWeights", "room"]
+__all__ = ["LayerMemory", "LayerStack", "LayerWeights", "room"]
 
 UNLIMITED = 2**62  # a window that hides nothing
 
@@ -56,7 +54,7 @@ class LayerWeights:
         return self.qkv, self.o, self.gate_up, self.down
 
 
-class CompiledLayers:
+class LayerStack:
     """Decoder layers with low-bit weights and the norm behind them.
 
     Args:
@@ -70,7 +68,6 @@ class CompiledLayers:
         assert self.supports(layers, norm, rotation.head_dim)
         self.layers, self.norm, self.rotation, self.eps = tuple(layers), norm, rotation, eps
         self.windows = [UNLIMITED if w.window is None else w.window for w in layers]
-        self._bound: _Bound | None = None
 
     @staticmethod
     def supports(layers: Sequence[LayerWeights], norm: Tensor, head_dim: int) -> bool:
@@ -82,31 +79,6 @@ class CompiledLayers:
         kind = norm.dtype == torch.float32 and norm.device.type == "cpu"
         return packed and unbiased and kind and all(size % LANES == 0 for size in sizes)
 
-    def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        plan: AttentionPlan,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        taps: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """Run rows x [N, H] (used up), at `positions` [N], through the layers.
-
-        Args:
-            keys, values: each layer's part of the KV pool; rows' own keys and values go to `plan.slots`.
-            taps: distinct layers, -1 for x itself.
-
-        Returns:
-            RMSNorm(x) behind the last layer [N, H], and x behind each of `taps` [N, len(taps) * H].
-        """
-        rows, bound = len(x), self._bound
-        if bound is None or not bound.fits(rows, keys, taps):
-            bound = self._bound = _Bound(self, room(rows), keys, values, taps)
-        check_pool(keys[0], values[0], plan)
-        self.check_positions(positions)
-        return bound.run(x, positions.contiguous(), plan)
-
     def check_positions(self, positions: Tensor) -> None:
         """The compiled path trusts its indices: they must lie inside the rotary table."""
         assert positions.numpy().max(initial=0) < len(self.rotation.cos)
@@ -116,7 +88,7 @@ class LayerMemory:
     """Working memory of layers for up to `capacity` rows over one pool, and the steps that use it."""
 
     def __init__(
-        self, layers: CompiledLayers, capacity: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self, layers: LayerStack, capacity: int, keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> None:
         self.layers, self.capacity, self.keys, self.values = layers, capacity, keys, values
         first, shape = layers.layers[0], layers.rotation
@@ -180,39 +152,6 @@ class LayerMemory:
         work.bind(shape.heads, shape.kv_heads, shape.head_dim)
         self._words[:, self._vary] = work.call.view(np.int64)[self._vary]
         return int(work.call["num_units"][0])
-
-
-class _Bound:
-    """The program over one pool and one set of taps, with memory for `capacity` rows."""
-
-    def __init__(
-        self,
-        layers: CompiledLayers,
-        capacity: int,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        taps: tuple[int, ...],
-    ) -> None:
-        self.memory, self.taps = LayerMemory(layers, capacity, keys, values), taps
-        self.program = Program(self.memory.steps(), layers.rotation)
-        self.norms = self.program.of_kind(NORM)
-        self.entries = self.norms[::2]  # where layers begin, and the last
-
-    def fits(self, rows: int, keys: Sequence[Tensor], taps: tuple[int, ...]) -> bool:
-        return taps == self.taps and self.memory.fits(rows, keys)
-
-    def run(self, x: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        size = x.shape[1]
-        normed, tapped = torch.empty_like(x), torch.empty(len(x), len(self.taps) * size)
-        steps = self.program.steps
-        steps["x"][self.norms] = x.data_ptr()
-        steps["out"][-1] = normed.data_ptr()
-        for column, layer in enumerate(self.taps):
-            steps["tap"][self.entries[layer + 1]] = tapped.data_ptr() + 4 * size * column
-        steps["tap_step"] = size * len(self.taps)
-        units = self.memory.plan(plan)
-        self.program.run([Rows(len(x), positions, plan.slots.contiguous())], units)
-        return normed, tapped
 
 
 def room(rows: int) -> int:

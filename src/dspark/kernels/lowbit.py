@@ -38,6 +38,7 @@ __all__ = [
     "lowbit_linear_reference",
     "lowbit_linears",
     "packed_bytes",
+    "packed_table",
     "supports",
     "supports_integers",
 ]
@@ -213,6 +214,13 @@ class LowBitEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.layer.out_features}, {self.layer.in_features}, bits={self.layer.bits}, shared"
+
+
+def packed_table(embedding: nn.Module) -> LowBitLinear | None:
+    """The packed layer whose rows an embedding looks up, for programs; None where there is none."""
+    if isinstance(embedding, LowBitEmbedding) and embedding.layer.packed is not None:
+        return embedding.layer
+    return None
 
 
 class WeightMemory:

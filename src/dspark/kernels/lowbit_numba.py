@@ -17,10 +17,10 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from dspark.kernels import emit
-from dspark.kernels.emit import FEATURES, WORDS
+from dspark.kernels.emit import FEATURES, I32, WORDS
 from dspark.kernels.integers_numba import CODES_BYTES, INTEGER_ROWS, multiply_codes, quantize_row
 from dspark.kernels.records import BLOCK, HEAD_BYTES, RECORD_BYTES, TILE, load_head, prefetch_record
-from dspark.kernels.simd import I64, LANES, VECTOR, fetch_add
+from dspark.kernels.simd import FLOAT, I64, LANES, VECTOR, fetch_add
 
 __all__ = [
     "CALL",
@@ -30,6 +30,7 @@ __all__ = [
     "multiply_tile",
     "quantize_worker",
     "runs_here",
+    "unpack_row",
 ]
 
 _WIDE = "+avx512f" in FEATURES  # 32 registers of 16 floats, and table look-up of 16 floats
@@ -179,6 +180,39 @@ def unpack_records(typingctx, bits, records, blocks, w):
         return context.get_dummy_value()
 
     return types.void(bits, *[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)
+def unpack_row(typingctx, bits, records, blocks, lane, out):
+    """Dequantise one output, `lane` of a tile: out [32 blocks] floats. One weight at a time: rows are few."""
+    width = bits.literal_value
+    half, word_bytes = ir.HalfType(), 4 * TILE
+
+    def codegen(context, builder, signature, args):
+        _, records, blocks, lane, out = args
+        with cgutils.for_range(builder, blocks) as block:
+            record = builder.add(records, builder.mul(block.index, I64(RECORD_BYTES[width])))
+            at = builder.add(record, builder.mul(lane, I64(2)))
+            scale = builder.fpext(emit.load(builder, half, at, 0, 2), FLOAT)
+            minimum = builder.fpext(emit.load(builder, half, at, 2 * TILE, 2), FLOAT) if width == 4 else None
+            words = builder.add(record, builder.add(I64(HEAD_BYTES[width]), builder.mul(lane, I64(4))))
+            to = builder.add(out, builder.mul(block.index, I64(4 * BLOCK)))
+            for group in range(4 if width == 4 else 8):
+                word = emit.load(builder, I32, words, word_bytes * group)
+                for i in range(4):
+                    if width == 8:
+                        code = builder.ashr(builder.shl(word, I32(24 - 8 * i)), I32(24))
+                        value = builder.fmul(scale, builder.sitofp(code, FLOAT))
+                        emit.store(builder, value, to, 4 * (4 * group + i))
+                        continue
+                    for far in range(2):
+                        code = builder.and_(builder.lshr(word, I32(8 * i + 4 * far)), I32(15))
+                        code = builder.sitofp(code, FLOAT)
+                        value = emit.call(builder, "llvm.fma.f32", FLOAT, [scale, code, minimum])
+                        emit.store(builder, value, to, 4 * (4 * group + i + 16 * far))
+        return context.get_dummy_value()
+
+    return types.void(bits, *[types.int64] * 4), codegen
 
 
 @intrinsic

@@ -25,6 +25,7 @@ from dspark.kernels.parallel import parallel
 from dspark.kernels.program_numba import (
     ATTEND,
     CHOOSE,
+    EMBED,
     GATHER,
     NORM,
     PASS,
@@ -47,6 +48,7 @@ __all__ = [
     "attend",
     "choose",
     "compile_worker",
+    "embed",
     "gather",
     "norm",
     "product",
@@ -110,6 +112,14 @@ def product(layer: LowBitLinear, x: Tensor, out: Tensor) -> Step:
     assert x.shape[1] == (layer.code_bytes if layer.integer else layer.in_features)
     fields = {"kind": PRODUCT, "x": x.data_ptr(), "out": out.data_ptr()}
     return Step(fields, layer.call_fields()["tiles"], per_row=False, product=layer)
+
+
+def embed(table: LowBitLinear, ids: Tensor, out: Tensor) -> Step:
+    """out [N, in] = rows `ids` [N] int64 of the weight of `table`, dequantised."""
+    call = table.call_fields()
+    fields = {"kind": EMBED, "x": call["records"], "x_step": call["blocks"] * call["record_bytes"]}
+    fields |= {"size": call["blocks"], "bits": table.bits, "index": ids.data_ptr()}
+    return Step({**fields, "out": out.data_ptr(), "out_step": out.shape[1]}, 1)
 
 
 def gather(
@@ -257,6 +267,7 @@ class Program:
                     call[name] = value
                 call["x"], call["out"] = record["x"], record["out"]
                 record["call"] = call.ctypes.data
+        self._call_of = np.cumsum(self.steps["kind"] == PRODUCT) - 1
         self._attends = self.of_kind(ATTEND)
         self._rotates = self.of_kind(ROTARY)
         self._counters = np.zeros((len(steps), COUNTER_STEP), dtype=np.int64)
@@ -275,6 +286,12 @@ class Program:
     def of_kind(self, kind: int) -> np.ndarray:
         """Numbers of the steps of a kind."""
         return np.flatnonzero(self.steps["kind"] == kind)
+
+    def direct(self, number: int, out: Tensor) -> None:
+        """Have a step write to `out` from now on."""
+        self.steps["out"][number] = out.data_ptr()
+        if self.steps["kind"][number] == PRODUCT:
+            self._calls["out"][self._call_of[number]] = out.data_ptr()
 
     def run(self, groups: Sequence[Rows], attention_units: int = 0) -> None:
         """Run over the rows of each group; their positions and slots are contiguous."""

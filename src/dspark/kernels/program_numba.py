@@ -13,8 +13,8 @@ from dspark.kernels.attention_numba import CALL_TYPE as ATTENTION_TYPE
 from dspark.kernels.attention_numba import attend_unit, attention_scratch, store_key, store_value
 from dspark.kernels.integers_numba import CODES_BYTES, quantize_row
 from dspark.kernels.lowbit_numba import CALL_TYPE as PRODUCT_TYPE
-from dspark.kernels.lowbit_numba import SCRATCH, multiply_tile
-from dspark.kernels.records import BLOCK
+from dspark.kernels.lowbit_numba import SCRATCH, multiply_tile, unpack_row
+from dspark.kernels.records import BLOCK, TILE
 from dspark.kernels.rows import (
     add_rows,
     dot_rows,
@@ -29,6 +29,7 @@ from dspark.kernels.simd import fetch_add, pointer, record_pointer, wait_for
 __all__ = [
     "ATTEND",
     "CHOOSE",
+    "EMBED",
     "GATHER",
     "NORM",
     "PASS",
@@ -40,13 +41,13 @@ __all__ = [
     "program_worker",
 ]
 
-NORM, PRODUCT, ROTARY, ATTEND, SWIGLU, GATHER, CHOOSE = range(7)
+NORM, PRODUCT, ROTARY, ATTEND, SWIGLU, GATHER, CHOOSE, EMBED = range(8)
 
 # One record serves all kinds of steps; addresses that a step has no use for are 0. `next_unit` and `finished` are
 # addresses of counters, `call` that of the CALL of a product or an attention.
 _STEP = "kind units next_unit finished call x y out weight tap x_step out_step tap_step codes size"
 _ROTARY = "positions slots q_norm k_norm k_pool v_pool heads kv_heads head_dim block_size kv_bytes"
-_CHOICE = "index vocab confidence hidden hidden_size embedding embedding_size previous"
+_CHOICE = "bits index vocab confidence hidden hidden_size embedding embedding_size previous"
 _FIELDS = f"{_STEP} {_ROTARY} {_CHOICE}".split()
 STEP = np.dtype([*((name, np.int64) for name in _FIELDS), ("eps", np.float64), ("bias", np.float64)])
 # What all steps of a pass share. `attention`: a CALL that states the shape, 0 without attention.
@@ -136,6 +137,18 @@ def _swiglu(step, row):
 
 
 @njit
+def _embed(step, unit):
+    """out = the row that index[unit] names of a weight in records."""
+    row = _integer(step.index, unit)
+    records = step.x + step.x_step * (row // TILE)
+    out = step.out + 4 * step.out_step * unit
+    if step.bits == 4:
+        unpack_row(4, records, step.size, row % TILE, out)
+    else:
+        unpack_row(8, records, step.size, row % TILE, out)
+
+
+@njit
 def _gather(step, unit):
     """Row index[unit] (row `unit` without an index): a copy to `out`, and its codes."""
     row = _integer(step.index, unit) if step.index else unit
@@ -177,8 +190,10 @@ def _unit(shared, step, unit, product_scratch, scratch, running):
         _swiglu(step, unit)
     elif step.kind == GATHER:
         _gather(step, unit)
-    else:
+    elif step.kind == CHOOSE:
         _choose(step, unit)
+    else:
+        _embed(step, unit)
 
 
 def program_worker(pointer_to_pass):

@@ -9,7 +9,7 @@ others' caches is counted to it. Neither has to add up to the whole: `rest` is w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dspark.kernels.attention import AttentionPlan, is_fast
 from dspark.kernels.program import Program, Rows
-from dspark.kernels.program_numba import ATTEND, GATHER, NORM, PRODUCT, ROTARY, SWIGLU
+from dspark.kernels.program_numba import ATTEND, EMBED, GATHER, NORM, PRODUCT, ROTARY, SWIGLU
 from dspark.kv import KVPool
 from dspark.measure.timing import Clock, seconds
 from dspark.target.base import ForwardBatch
@@ -28,10 +28,9 @@ __all__ = ["PARTS", "PassReplay"]
 PARTS: dict[str, tuple[int, ...]] = {
     "products": (PRODUCT,),
     "attention": (ATTEND,),
-    # Norms with residual sums, rotary with the KV's writes, SwiGLU, rounding of activations.
-    "small": (NORM, ROTARY, SWIGLU, GATHER),
+    # Embeddings, norms with residual sums, rotary with the KV's writes, SwiGLU, rounding of activations.
+    "small": (NORM, ROTARY, SWIGLU, GATHER, EMBED),
 }
-ALL = sum(PARTS.values(), ())
 
 
 class PassReplay:
@@ -63,42 +62,45 @@ class PassReplay:
         compiled, batch = self.compiled, self.batch
         assert compiled is not None
         plan = AttentionPlan.of(batch, self.pool.block_size)
-        x = self.decoder.embed(batch.token_ids)
-        start = x.clone()
         layers = len(self.decoder.layers)
-        # What this returns, and `x` and `plan`, are memory that the program goes on to use.
-        kept = compiled(x, batch.positions, plan, self.pool.k[:layers], self.pool.v[:layers], self.taps)
-        bound = compiled._bound
+        inputs = batch.token_ids if compiled.embedding is not None else self.decoder.embed(batch.token_ids)
+        start, wanted = inputs.clone(), batch.logit_rows
+        # What this returns, and `inputs` and `plan`, are memory that the program goes on to use.
+        keys, values = self.pool.k[:layers], self.pool.v[:layers]
+        kept = compiled(inputs, batch.positions, plan, keys, values, self.taps, wanted)
+        bound = compiled.bound
         assert bound is not None
+        program, of_layers = bound.program, np.arange(len(bound.program.steps)) < bound.layer_steps
+        count = len(batch.positions) if wanted is None else len(wanted)
+        groups = [Rows(len(batch.positions), batch.positions.contiguous(), plan.slots), Rows(count)]
         units = int(plan.work.call["num_units"][0])
 
-        def run(kinds: tuple[int, ...]) -> float:
-            x.copy_(start)  # each run adds to it
-            positions, slots = batch.positions.contiguous(), plan.slots.contiguous()
-            return _run_kinds(bound.program, kinds, positions, slots, units, clock)
+        def run(steps: np.ndarray) -> float:
+            inputs.copy_(start)  # embedded rows: each run adds to them
+            return _run_steps(program, steps, groups, units, clock)
 
-        times = {"program": run(ALL)}
+        times = {"program": run(of_layers)}
         for name, kinds in PARTS.items():
-            times[f"without {name}"] = run(tuple(kind for kind in ALL if kind not in kinds))
-            times[f"only {name}"] = run(kinds)
-        times["empty"] = run(())
-        times["lm_head"] = self._head(kept[0], clock)
+            part = np.isin(program.steps["kind"], kinds)
+            times[f"without {name}"] = run(of_layers & ~part)
+            times[f"only {name}"] = run(of_layers & part)
+        times["empty"] = run(np.zeros_like(of_layers))
+        head = run(~of_layers) - times["empty"]
+        times["lm_head"] = head if compiled.head is not None else self._head(kept[0], clock)
         return times
 
     def _head(self, normed: Tensor, clock: Clock) -> float:
-        wanted = self.batch.logit_rows
-        rows = normed if wanted is None else normed[wanted]
-        return seconds(lambda: self.decoder.lm_head(rows), clock)
+        return seconds(lambda: self.decoder.lm_head(normed), clock)
 
 
-def _run_kinds(
-    program: Program, kinds: tuple[int, ...], positions: Tensor, slots: Tensor, attention: int, clock: Clock
+def _run_steps(
+    program: Program, steps: np.ndarray, groups: Sequence[Rows], attention: int, clock: Clock
 ) -> float:
-    """Seconds of one run in which steps of other kinds have no work."""
+    """Seconds of one run in which only `steps` (a mask) have work."""
     whole = program._units
-    program._units = np.where(np.isin(program.steps["kind"], kinds), whole, 0)
-    units = attention if ATTEND in kinds else 0
-    run: Callable[[], None] = lambda: program.run([Rows(len(positions), positions, slots)], units)  # noqa: E731
+    program._units = np.where(steps, whole, 0)
+    units = attention if steps[program.of_kind(ATTEND)].any() else 0
+    run: Callable[[], None] = lambda: program.run(groups, units)  # noqa: E731
     try:
         return seconds(run, clock)
     finally:

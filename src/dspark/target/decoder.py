@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from dspark.core import DSparkError
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
-from dspark.kernels.layers import CompiledLayers, LayerWeights
+from dspark.kernels.layers import LayerStack, LayerWeights
 from dspark.kernels.linear import pack_linears
 from dspark.kernels.lowbit import (
     LowBitEmbedding,
     LowBitLinear,
     WeightMemory,
     packed_bytes,
+    packed_table,
     supports,
 )
 from dspark.kernels.program import Rotation
+from dspark.kernels.target import CompiledTarget
 from dspark.kv import KVPool
 from dspark.target.base import ForwardBatch, TargetOutput
 from dspark.target.blocks import Blocks, check_blocks, fuse_blocks
@@ -127,7 +129,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed.weight
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
         self._output_weight: Tensor | None = self.lm_head.weight.detach()  # None: in `lm_head`, in few bits
-        self._compiled: CompiledLayers | None = None
+        self._compiled: CompiledTarget | None = None
         self.kv_cache_dtype: torch.dtype | None = None  # None: that of the weights
         self.activation_dtype = "float32"  # of the products' inputs, where weights are quantised
 
@@ -163,8 +165,7 @@ class Decoder(nn.Module):
         if self._output_weight is not None:
             self._output_weight = self._output_weight.to(device)
         pack_linears(self)
-        windows = [spec.window for spec in self.kv_specs]
-        self._compiled = compiled_layers(self.layers, self.norm, self.rotary, windows)
+        self._compiled = self._compile()
         return self
 
     def _take_blocks(self, blocks: Blocks, integer: bool) -> None:
@@ -183,6 +184,16 @@ class Decoder(nn.Module):
                 self.embed = LowBitEmbedding(low_bit)
             if name == "lm_head":
                 self._output_weight = None
+
+    def _compile(self) -> CompiledTarget | None:
+        """The one-call form of a pass, where the layers' products are all low-bit."""
+        windows = [spec.window for spec in self.kv_specs]
+        stack, head = layer_stack(self.layers, self.norm, self.rotary, windows), self.lm_head
+        if stack is None:
+            return None
+        if not (isinstance(head, LowBitLinear) and CompiledTarget.has_head(stack, head)):
+            return CompiledTarget(stack, embedding=packed_table(self.embed))
+        return CompiledTarget(stack, head, packed_table(self.embed))
 
     @property
     def output_weight(self) -> Tensor:
@@ -218,11 +229,13 @@ class Decoder(nn.Module):
         plan = AttentionPlan.of(batch, pool.block_size)
         if self._compiled is not None and is_fast(pool.k[0], self.config.head_dim, pool.block_size):
             self._check_taps(taps)
-            x = self.embed(batch.token_ids)
+            inputs = batch.token_ids if self._compiled.embedding is not None else self.embed(batch.token_ids)
             keys, values = pool.k[: len(self.layers)], pool.v[: len(self.layers)]  # a drafter's lie behind
-            x, features = self._compiled(x, batch.positions, plan, keys, values, taps)
-            rows = x if batch.logit_rows is None else x[batch.logit_rows]
-            return TargetOutput(logits=self.lm_head(rows), taps=features if taps else None)
+            out, features = self._compiled(
+                inputs, batch.positions, plan, keys, values, taps, batch.logit_rows
+            )
+            logits = out if self._compiled.head is not None else self.lm_head(out)
+            return TargetOutput(logits=logits, taps=features if taps else None)
         scale = self.config.head_dim**-0.5
 
         def attend_in(layer: int) -> Attend:
@@ -280,10 +293,10 @@ class Decoder(nn.Module):
             raise DSparkError(f"taps {taps} are outside this model's layers -1..{len(self.layers) - 1}")
 
 
-def compiled_layers(
+def layer_stack(
     layers: Iterable[nn.Module], norm: RMSNorm, rotary: Rotary, windows: Sequence[int | None]
-) -> CompiledLayers | None:
-    """The one-call form of layers whose products are all low-bit, or None where there is none for them."""
+) -> LayerStack | None:
+    """Layers whose products are all low-bit, for a program; None where there is none for them."""
     weights: list[LayerWeights] = []
     decoder_layers = [layer for layer in layers if isinstance(layer, DecoderLayer)]
     for layer, window in zip(decoder_layers, windows, strict=True):
@@ -296,10 +309,10 @@ def compiled_layers(
         weights.append(LayerWeights(norms[0], qkv, o, norms[1], gate_up, down, q_norm, k_norm, window))
     first, eps = decoder_layers[0], norm.eps
     assert eps is not None
-    if not CompiledLayers.supports(weights, norm.weight, first.head_dim):
+    if not LayerStack.supports(weights, norm.weight, first.head_dim):
         return None
     rotation = Rotation(first.heads, first.kv_heads, first.head_dim, rotary.cos, rotary.sin)
-    return CompiledLayers(weights, norm.weight, rotation, eps)
+    return LayerStack(weights, norm.weight, rotation, eps)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:

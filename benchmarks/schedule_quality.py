@@ -1,0 +1,164 @@
+"""A scheduling policy on the real engine, against every fixed draft length, over concurrency.
+
+    python benchmarks/schedule_quality.py [--concurrency 1,2,4,8,16,32] [--lengths 1,2,4,7] [--policy auto]
+        [--method dspark] [--temperature 0] [--prompts 8] [--max-tokens 48] [--repeats 4] [--threads N]
+        [--json PATH] [--figure PATH]
+
+All arms take turns within a repeat. The best fixed length of each concurrency is chosen by the even repeats and
+compared with the policy by the odd ones, so that luck in choosing does not count for it. Ratios are taken within a
+repeat; median (min..max) over repeats. `plain` drafts nothing. Decoding steps only, prompts' own passes left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark import LLM
+from dspark.data import load_prompts
+from dspark.drafters.methods import LOOKUP
+from dspark.evaluate.throughput import ThroughputSettings, run_throughput
+
+PLAIN = "none"  # run_throughput's name for it
+TABLE = "| requests | best fixed | policy/best | policy/plain | best/plain |\n|---|---|---|---|---|"
+
+
+def speeds(runs: list[dict[str, Any]], arm: str, odd: bool | None = None) -> dict[int, float]:
+    """Decoded tokens a second of an arm by repeat: of all repeats, or of the odd or even ones."""
+    return {
+        run["repeat"]: run["decode_tokens_per_s"]
+        for run in runs
+        if run["method"] == arm and odd in (None, bool(run["repeat"] % 2))
+    }
+
+
+def ratios(runs: list[dict[str, Any]], arm: str, other: str) -> dict[str, float]:
+    """Spread over the odd repeats of one arm's speed over another's."""
+    mine, theirs = speeds(runs, arm, odd=True), speeds(runs, other, odd=True)
+    values = [mine[repeat] / theirs[repeat] for repeat in mine]
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def compare(runs: list[dict[str, Any]], fixed: list[str], policy: str) -> dict[str, Any]:
+    """One concurrency: the best fixed arm (plain is one) by the even repeats, compared by the odd ones."""
+    best = max([PLAIN, *fixed], key=lambda arm: statistics.median(speeds(runs, arm, odd=False).values()))
+    return {
+        "best": best,
+        "tokens_per_s": {
+            arm: statistics.median(speeds(runs, arm).values()) for arm in [PLAIN, *fixed, policy]
+        },
+        "policy_over_best": ratios(runs, policy, best),
+        "policy_over_plain": ratios(runs, policy, PLAIN),
+        "best_over_plain": ratios(runs, best, PLAIN),
+    }
+
+
+def over_the_range(cells: dict[int, dict[str, Any]]) -> dict[str, float]:
+    """Geometric mean over concurrencies of each arm's speed relative to plain decoding."""
+    arms = next(iter(cells.values()))["tokens_per_s"]
+    relative = {
+        arm: [cell["tokens_per_s"][arm] / cell["tokens_per_s"][PLAIN] for cell in cells.values()]
+        for arm in arms
+    }
+    return {arm: math.exp(statistics.fmean(map(math.log, values))) for arm, values in relative.items()}
+
+
+def draw(cells: dict[int, dict[str, Any]], path: Path) -> None:
+    """Speed relative to plain decoding by concurrency, a line an arm."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for arm in next(iter(cells.values()))["tokens_per_s"]:
+        relative = [c["tokens_per_s"][arm] / c["tokens_per_s"][PLAIN] for c in cells.values()]
+        fixed = arm.isdecimal()
+        axes.plot(
+            list(cells), relative, marker="o", lw=1 if fixed else 2.5, label=f"{arm} drafts" if fixed else arm
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(cells), [str(c) for c in cells])
+    axes.set_xlabel("requests at a time")
+    axes.set_ylabel("tokens/s over plain decoding")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def show(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.3f} ({spread['min']:.3f}..{spread['max']:.3f})"
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--method", default="dspark")
+    parser.add_argument("--policy", default="auto")
+    parser.add_argument("--concurrency", type=numbers, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--lengths", type=numbers, default=[1, 2, 4, 7])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--prompts", type=int, default=8, help="built-in ones; at least one a request in flight"
+    )
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--figure", type=Path)
+    args = parser.parse_args()
+    if args.repeats < 2:
+        parser.error(
+            "--repeats must be 2 or more: the best length is chosen by one half and judged by the other"
+        )
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    method, lookup = args.method.removesuffix(LOOKUP), args.method.endswith(LOOKUP)
+
+    def engine(length: int, policy: str = "fixed") -> Any:
+        config = {"method": method, "num_speculative_tokens": length, "policy": policy} if length else None
+        if config is not None and lookup:
+            config["prompt_lookup_num_tokens"] = max(args.lengths)
+        return LLM(args.model, speculative_config=config, max_num_seqs=max(args.concurrency)).engine
+
+    engines = {PLAIN: engine(0)} | {str(n): engine(n) for n in args.lengths}
+    engines[args.policy] = engine(max(args.lengths), args.policy)
+    tokenizer = engines[PLAIN].tokenizer
+    prompts = [tokenizer.apply_chat_template(p.messages) for p in load_prompts()]
+    cells: dict[int, dict[str, Any]] = {}
+    print(TABLE)
+    for requests in args.concurrency:
+        settings = ThroughputSettings(
+            concurrency=(requests,),
+            temperature=(args.temperature,),
+            max_tokens=args.max_tokens,
+            repeats=args.repeats,
+        )
+        some = prompts[:: max(1, len(prompts) // max(args.prompts, requests))][: max(args.prompts, requests)]
+        runs = run_throughput(engines, some, settings)["runs"]
+        cells[requests] = cell = compare(runs, [str(n) for n in args.lengths], args.policy)
+        columns = [show(cell[name]) for name in ("policy_over_best", "policy_over_plain", "best_over_plain")]
+        print(f"| {requests} | {cell['best']} | " + " | ".join(columns) + " |", flush=True)
+    means = over_the_range(cells)
+    print("\nover the whole range, relative to plain: " + ", ".join(f"{a} {v:.3f}" for a, v in means.items()))
+    if args.json is not None:
+        settings_ = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        report = {"settings": settings_, "cells": cells, "over_the_range": means}
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.figure is not None:
+        draw(cells, args.figure)
+
+
+if __name__ == "__main__":
+    main()
