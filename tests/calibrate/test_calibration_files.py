@@ -56,6 +56,26 @@ def test_probabilities_are_the_formula():
         FULL.conditional(np.zeros((1, 3)))
 
 
+OFFSET = replace(FULL, offsets=(-0.5, 0.25))
+
+
+def test_offsets_shift_and_keep_the_order():
+    logits = np.array([[0.0, 3.0], [-2.0, 1.5]])
+    c = OFFSET.conditional(logits)
+    assert c == pytest.approx(1 / (1 + np.exp(-(logits / np.array([1.5, 0.75]) + np.array([-0.5, 0.25])))))
+    assert OFFSET.survival(logits) == pytest.approx(np.cumprod(c, axis=1))
+    assert OFFSET.conditional(logits[:, :1]) == pytest.approx(c[:, :1])
+    rising = OFFSET.conditional(np.linspace(-30, 30, 200)[:, None])[:, 0]
+    assert (np.diff(rising) > 0).all()
+
+
+def test_slot_k_knows_nothing_of_later_slots():
+    logits = np.random.default_rng(0).normal(size=(6, 2))
+    other = logits.copy()
+    other[:, 1] += 5.0
+    assert np.array_equal(OFFSET.survival(logits)[:, 0], OFFSET.survival(other)[:, 0])
+
+
 def test_extreme_logits_neither_overflow_nor_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -76,6 +96,8 @@ def test_extreme_logits_neither_overflow_nor_warn():
         ({"temperatures": (1.0, "2")}, "temperatures"),
         ({"ece_after": (0.1,)}, "ece_after has 1 entries for 2"),
         ({"rounds_fit": 1.5}, "rounds_fit"),
+        ({"offsets": (0.1,)}, "offsets has 1 entries for 2"),
+        ({"offsets": (0.1, float("nan"))}, "offsets"),
     ],
 )
 def test_nonsense_is_refused(values, message):
@@ -102,8 +124,57 @@ def test_our_file_holds_everything(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c.json"]
 
 
+def test_offsets_make_a_file_of_version_2(tmp_path):
+    plain, shifted = tmp_path / "plain.json", tmp_path / "shifted.json"
+    save_calibration(plain, FULL)
+    save_calibration(shifted, OFFSET)
+    assert load_calibration(shifted) == OFFSET
+    old, new = (json.loads(path.read_text()) for path in (plain, shifted))
+    assert (old["format_version"], new["format_version"]) == (1, 2)
+    assert "offsets" not in old
+    assert {**new, "format_version": 1} == {**old, "offsets": [-0.5, 0.25]}
+
+
+def test_a_file_from_before_offsets_still_loads_and_is_written_the_same(tmp_path):
+    """Byte for byte what the first version of the format was."""
+    path = tmp_path / "c.json"
+    fields = """"temperatures": [\n  1.5,\n  0.75\n ],
+ "acceptance_rule": "ratio",
+ "sampling_temperatures": [\n  0.0,\n  1.0\n ],
+ "target": "t",
+ "target_identity": "1111111111111111",
+ "drafter": "d",
+ "drafter_identity": "2222222222222222",
+ "dataset": "some prompts",
+ "labels": "expected",
+ "prompts_fit": 3,
+ "prompts_held_out": 4,
+ "rounds_fit": 500,
+ "rounds_held_out": 600,
+ "bins": 15,
+ "binning": "mass",
+ "ece_before": [\n  0.05,\n  0.06\n ],
+ "ece_after": [\n  0.01,\n  0.02\n ],
+ "ece_floor": [\n  0.01,\n  0.01\n ],
+ "versions": [\n  "dspark 1"\n ],
+ "created": "2026-01-01"\n}\n"""
+    old = '{\n "format": "dspark-calibration",\n "format_version": 1,\n ' + fields
+    path.write_text(old)
+    assert load_calibration(path) == FULL
+    save_calibration(path, load_calibration(path))
+    assert path.read_text() == old
+
+
 @pytest.mark.parametrize("name", ["sglang", "tensorrt-llm"])
-def test_other_engines_files_round_trip(tmp_path, name):
+def test_other_engines_cannot_hold_offsets(tmp_path, name):
+    path = tmp_path / "c.json"
+    with pytest.raises(DSparkError, match="has offsets, which SGLang's and TensorRT-LLM's files cannot hold"):
+        save_calibration(path, OFFSET, name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["sglang", "tensorrt-llm"])
+def test_other_engines_files_engines_files_round_trip(tmp_path, name):
     path = tmp_path / "c.json"
     save_calibration(path, FULL, name)
     assert json.loads(path.read_text()) == {
@@ -145,7 +216,10 @@ OWN = {"format": "dspark-calibration", "format_version": 1, "temperatures": [1.0
         ('{"temperatures": [1], "num_samples": "many"}', "rounds_fit"),
         ('{"temperatures": [1, 2], "ece_before": [0.1]}', "ece_before has 1 entries for 2"),
         (json.dumps({**OWN, "format": "dspark-cost"}), "'dspark-cost'"),
-        (json.dumps({**OWN, "format_version": 2}), "format_version is 2"),
+        (json.dumps({**OWN, "format_version": 3}), "format_version is 3, this version reads 1 and 2"),
+        (json.dumps({**OWN, "format_version": 2}), "'offsets' is missing"),
+        (json.dumps({**OWN, "offsets": [0.1]}), "'offsets' is not known"),
+        (json.dumps({**OWN, "format_version": 2, "offsets": [0.1, 0.2]}), "offsets has 2 entries for 1"),
         (json.dumps({**OWN, "extra": 1}), "'extra' is not known"),
         (json.dumps({"format": "dspark-calibration", "format_version": 1}), "'temperatures' is missing"),
     ],

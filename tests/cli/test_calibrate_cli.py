@@ -62,8 +62,8 @@ def command(files: Path, tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def synthetic(path: Path, scale: float) -> Path:
-    """A file of rounds whose logits are right up to a factor."""
+def synthetic(path: Path, scale: float, shift: float = 0.0) -> Path:
+    """A file of rounds whose logits are right up to a factor, and a constant."""
     rng = np.random.default_rng(0)
     honest = rng.normal(0.5, 1, (4000, 2))
     acceptance = 1 / (1 + np.exp(-honest))
@@ -71,7 +71,9 @@ def synthetic(path: Path, scale: float) -> Path:
     answers = tuple(Answer(f"p{i}", "chat", 1.0) for i in range(8))
     source = Source("t", "1" * 16, "d", "2" * 16, 2, "ratio", "float32")
     lengths, answer = np.full(4000, 2), np.arange(4000) % 8
-    save_rounds(path, Rounds(scale * honest, acceptance, lengths, accepted, answer, answers, source))
+    save_rounds(
+        path, Rounds(scale * (honest + shift), acceptance, lengths, accepted, answer, answers, source)
+    )
     return path
 
 
@@ -171,6 +173,7 @@ def test_what_is_no_improvement_is_not_saved(tmp_path: Path, capsys: pytest.Capt
     assert "refused: nothing to mend" in err
     assert "nothing was saved" in err
     assert out.read_text() == "an earlier one"
+    assert "--offsets" not in err
     assert "floor" in shown
     assert max(map(len, shown.split("\n"))) <= 200
 
@@ -201,6 +204,35 @@ def test_check_holds_a_given_calibration_to_the_rounds(
     assert not out.exists()
 
 
+def test_offsets_are_suggested_where_temperatures_do_not_mend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head is not sure enough throughout, by 0.75 logits, and about 0 in the middle: no temperature mends that."""
+    kept, out = synthetic(tmp_path / "r.safetensors", 1.0, shift=-0.75), tmp_path / "c.json"
+    command = ["calibrate", "--no-collect", "--rounds", str(kept), "--out", str(out)]
+    main(command)
+    assert "hint: --offsets may help: slot" in capsys.readouterr().err.splitlines()[-1]
+    diagram = tmp_path / "d.svg"
+    assert main([*command, "--offsets", "--diagram", str(diagram)]) == 0
+    shown, err = capsys.readouterr()
+    assert "hint" not in err
+    assert "  b" in shown
+    saved = load_calibration(out)
+    assert saved.offsets == pytest.approx((0.75, 0.75), abs=0.1)
+    assert saved.temperatures == pytest.approx((1.0, 1.0), rel=0.1)
+    assert (saved.rounds_fit, saved.rounds_held_out, saved.dataset) == (2000, 2000, "r.safetensors")
+    assert max(saved.ece_after) < min(saved.ece_before) / 2
+    assert main([*command, "--check", str(out), "--json"]) == 0
+    report, err = report_of(capsys)
+    assert report["offsets"] == list(saved.offsets)
+    assert report["hint"] is None
+    assert report["groups"][0]["slots"][0]["after"]["ece"] == pytest.approx(saved.ece_after[0])
+    convert = ["calibrate", "--convert", str(out), "--out", str(tmp_path / "x.json"), "--format", "sglang"]
+    assert main(convert) == 2
+    assert "has offsets" in capsys.readouterr().err
+    assert not (tmp_path / "x.json").exists()
+
+
 def test_conversion(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
     save_calibration(ours, Calibration((1.5, 2.0), rounds_fit=7))
@@ -215,6 +247,7 @@ def test_conversion(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--format", "vllm"], "choose from dspark, sglang, tensorrt-llm"),
+        (["--offsets", "--format", "sglang"], "--format sglang cannot hold offsets"),
         (["--diagram", "d.png"], "writes an .svg file"),
         (["--out", "no/such/place/c.json"], "create it first"),
         (["--held-out", "1"], "--held-out must lie between 0 and 1"),

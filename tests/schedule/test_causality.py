@@ -20,7 +20,7 @@ from dspark.schedule.policies import (
     ScheduleState,
     Threshold,
 )
-from dspark.schedule.search import early_stop, prefix_survival, rank, rate_curve
+from dspark.schedule.search import early_stop, rank, rate_curve
 
 SIZES = (1, 2, 3, 4, 6, 10, 20)
 LEVELS = st.sampled_from([0.0, 0.2, 0.5, 0.5, 0.9, 1.0]) | st.floats(0, 1)
@@ -48,6 +48,7 @@ def causal_policies(gamma, cost, state, rng):
         "threshold": Threshold(gamma, 0.4),
         "threshold on confidence": Threshold(gamma, 0.5, on="confidence"),
         "lagged": after_two_rounds(LaggedScheduler(gamma, cost), state, past),
+        "lagged, one round": after_two_rounds(LaggedScheduler(gamma, cost, sample=1), state, past),
         "lagged, old ranks": after_two_rounds(LaggedScheduler(gamma, cost, ranks="previous"), state, past),
     }
 
@@ -151,7 +152,7 @@ class RoundedDown:
     sizes: tuple[int, ...] = (1, 3)
 
     def verify_lengths(self, state, survival, drafted):
-        ranking = rank(prefix_survival(survival), drafted)
+        ranking = rank(survival, drafted)
         rows = state.query_tokens + early_stop(rate_curve(ranking, state, self.cost, 0.0))
         return ranking.lengths(max(s for s in self.sizes if s <= rows) - state.query_tokens)
 

@@ -40,7 +40,7 @@ def verify(policy, survival, drafted=None):
 @pytest.mark.parametrize("scheduler", [PrefixScheduler, GlobalScheduler])
 def test_the_course_example(scheduler):
     ranking = rank(COURSE, np.array([2, 2]))
-    assert list(zip(ranking.rows, ranking.slots, strict=True)) == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert list(zip(*ranking.order, strict=True)) == [(0, 0), (1, 0), (0, 1), (1, 1)]
     curve = rate_curve(ranking, state_of(2), COURSE_COST, 0.0)
     np.testing.assert_allclose(curve.tokens, [2, 2.9, 3.7, 4.15, 4.35])
     np.testing.assert_allclose(curve.rate / 1e3, [2, 2.4167, 3.0833, 2.075, 2.175], atol=1e-4)
@@ -139,7 +139,7 @@ def observe(policy, state, survival, accepted=None):
 
 
 def test_the_lagged_budget_is_two_rounds_old():
-    policy, state = LaggedScheduler(2, COURSE_COST), state_of(2)
+    policy, state = LaggedScheduler(2, COURSE_COST, sample=1), state_of(2)
     observe(policy, state, COURSE)  # worth a budget of 2
     observe(policy, state, np.zeros((2, 2)))  # worth nothing
     drafted = np.array([2, 2])
@@ -151,8 +151,22 @@ def test_the_lagged_budget_is_two_rounds_old():
     assert policy.verify_lengths(state, np.ones((2, 2)), drafted).tolist() == [0, 0]
 
 
+def test_one_old_block_is_no_sample():
+    """A single request: two rounds ago its block happened to look hopeless, all those before looked good."""
+    policy, one = (
+        LaggedScheduler(2, TableCost((1, 3), (1.0, 1.2)), aim=AimConfig(trial_rounds=50)),
+        state_of(1),
+    )
+    luck = LaggedScheduler(2, policy.cost, sample=1, aim=AimConfig(trial_rounds=50))
+    for survival in ([0.9, 0.8],) * 10 + ([0.0, 0.0], [0.9, 0.8]):
+        for each in (policy, luck):
+            observe(each, one, [survival], np.array([2]) if survival[0] else np.array([0]))
+    assert luck.budget(one, np.array([2])) == 0
+    assert policy.budget(one, np.array([2])) == 2
+
+
 def test_the_last_round_can_set_the_lengths():
-    policy, state = LaggedScheduler(2, COURSE_COST, ranks="previous"), state_of(2)
+    policy, state = LaggedScheduler(2, COURSE_COST, ranks="previous", sample=1), state_of(2)
     observe(policy, state, COURSE)
     observe(policy, state, [[0.2, 0.1], [0.7, 0.6]])
     lengths = policy.verify_lengths(state, np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([2, 2]))
@@ -165,16 +179,16 @@ def test_the_last_round_can_set_the_lengths():
 def test_nobody_inherits_another_requests_past():
     """A new request in an old one's place is expected to do as well as requests do on average, not to be perfect."""
     cost = TableCost((2, 4, 6), (1.0, 1.2, 1.7), executed=True)  # size 6 is for the nearly perfect
-    policy, state = LaggedScheduler(2, cost), state_of(2)
+    policy, state = LaggedScheduler(2, cost, sample=1), state_of(2)
     for _ in range(3):
         observe(policy, state, np.ones((2, 2)), np.array([2, 2]))
     drafted = np.array([2, 2])
     assert policy.budget(state, drafted) == 4
-    fresh = LaggedScheduler(2, cost)
+    fresh = LaggedScheduler(2, cost, sample=1)
     expected = fresh.aim.history.survival(np.array([7, 8]))
     assert (expected < 0.7).all()
     assert fresh.budget(state_of(2, first_uid=7), drafted) == 2
-    np.testing.assert_array_equal(fresh._old_survival(state_of(2, first_uid=7), 1), expected)
+    np.testing.assert_array_equal(fresh.aim.history.past_survival(np.array([7, 8]), 1), expected)
     observe(policy, state_of(2, first_uid=2), np.zeros((2, 2)))
     observe(policy, state_of(2, first_uid=2), np.zeros((2, 2)))
     assert policy.budget(state_of(2, first_uid=2), drafted) == 0

@@ -1,12 +1,16 @@
 """The fast searches against plain loops, ties, empty rows and ragged blocks included."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.schedule import search
 from dspark.schedule.base import ScheduleState
-from dspark.schedule.cost import TableCost
+from dspark.schedule.cost import DraftCost, TableCost
+from dspark.schedule.loops import NO_DRAFT
 from dspark.schedule.reference import admission_order, reference_early_stop, reference_global
 
 SIZES = (1, 2, 3, 5, 8, 13, 21, 34)
@@ -18,7 +22,7 @@ def rounds(draw, max_requests=6, max_gamma=5):
     R, gamma = draw(st.integers(1, max_requests)), draw(st.integers(0, max_gamma))
     confidence = st.sampled_from([0.0, 0.25, 0.5, 0.5, 0.9, 1.0]) | st.floats(0, 1)
     c = [[draw(confidence) for _ in range(gamma)] for _ in range(R)]
-    survival = search.prefix_survival(np.array(c, dtype=np.float64).reshape(R, gamma).cumprod(axis=1))
+    survival = np.array(c, dtype=np.float64).reshape(R, gamma).cumprod(axis=1)
     drafted = np.array([draw(st.integers(0, gamma)) for _ in range(R)])
     pending = np.array([draw(st.integers(1, 3)) for _ in range(R)])
     rises = draw(st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]), min_size=7, max_size=7))
@@ -28,12 +32,11 @@ def rounds(draw, max_requests=6, max_gamma=5):
 
 
 @given(rounds(), st.sampled_from([0.0, 0.04, 0.5]), st.sampled_from([0.0, 0.3]))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_searches_equal_the_plain_loops(round_, min_gain, draft_seconds):
     survival, drafted, state, cost = round_
     ranking = search.rank(survival, drafted)
-    order = list(zip(ranking.rows.tolist(), ranking.slots.tolist(), strict=True))
-    assert order == admission_order(survival, drafted)
+    assert in_order(ranking) == admission_order(survival, drafted)
     curve = search.rate_curve(ranking, state, cost, draft_seconds)
 
     R, rows, D = (
@@ -58,16 +61,45 @@ def test_searches_equal_the_plain_loops(round_, min_gain, draft_seconds):
     assert curve.rate[best] >= curve.rate[search.early_stop(curve)]
 
 
+def in_order(ranking):
+    return list(zip(*(part.tolist() for part in ranking.order), strict=True))
+
+
 def test_large_batches_rank_ties_as_small_ones_do():
-    """Above a few thousand candidates another sort takes over."""
     rng = np.random.default_rng(0)
     for values in (np.full((2000, 4), 0.5), rng.choice([0.2, 0.5, 0.9], (2000, 4)), rng.random((2000, 4))):
-        survival = search.prefix_survival(values.cumprod(axis=1))
+        survival = values.cumprod(axis=1)
         drafted = rng.integers(0, 5, 2000)
         ranking = search.rank(survival, drafted)
-        order = list(zip(ranking.rows.tolist(), ranking.slots.tolist(), strict=True))
-        assert len(order) > search._SMALL
-        assert order == admission_order(survival, drafted)
+        order = admission_order(survival, drafted)
+        for budget in (0, 1, 700, len(order) - 1, len(order)):
+            rows = [r for r, _ in order[:budget]]
+            np.testing.assert_array_equal(ranking.lengths(budget), np.bincount(rows, minlength=2000))
+
+
+@given(rounds(), st.floats(0, 0.5), st.floats(0, 0.2), st.floats(0, 0.1))
+@settings(max_examples=200, deadline=None)
+def test_what_to_draft_equals_the_plain_loop(round_, base, per_request, per_draft):
+    """Every budget is tried; each request among the first K, and each of its drafts, has its price."""
+    survival, room, state, cost = round_
+    if not room.sum():
+        return
+    cost = replace(cost, draft=DraftCost(base, per_request, per_draft))
+    order = admission_order(survival, room)
+    rates, tau = [], float(state.outputs)
+    for budget, candidate in enumerate(order, 1):
+        tau += float(survival[candidate])
+        requests = len({r for r, _ in order[:budget]})
+        rates.append(
+            tau / (search.decoding_seconds(state, cost, budget) + cost.draft_price(requests, budget))
+        )
+    seconds = search.decoding_curve(state, cost, len(order))
+    lengths, budget, requests, tokens = search.best_to_draft(survival, room, state.outputs, seconds, cost)
+    assert budget == lengths.sum()
+    assert requests == np.count_nonzero(lengths)
+    assert rates[budget - 1] == pytest.approx(max(rates), rel=1e-9)
+    assert tokens == pytest.approx(state.outputs + sum(float(survival[c]) for c in order[:budget]))
+    assert (lengths <= room).all()
 
 
 @given(st.integers(0, 40), st.integers(1, 10), st.integers(0, 40))
@@ -80,6 +112,7 @@ def test_filling_goes_up_and_no_further_than_the_size(budget, rows, more):
 
 
 def test_unusable_confidences_count_as_nothing():
-    a = search.prefix_survival(np.array([[0.9, np.nan, 0.8], [1.5, 0.4, 0.6], [-1.0, 0.2, 0.2]]))
-    np.testing.assert_array_equal(a, [[0.9, 0, 0], [1, 0.4, 0.4], [0, 0, 0]])
-    assert search.prefix_survival(np.zeros((3, 0))).shape == (3, 0)
+    a = np.array([[0.9, np.nan, 0.8], [1.5, 0.4, 0.6], [-1.0, 0.2, 0.2], [0.5, 0.4, 0.3]])
+    alive = search.rank(a, np.array([3, 3, 3, 1])).alive
+    np.testing.assert_array_equal(alive, [[0.9, 0, 0], [1, 0.4, 0.4], [0, 0, 0], [0.5, NO_DRAFT, NO_DRAFT]])
+    assert search.rank(np.zeros((3, 0)), np.zeros(3, dtype=np.int64)).alive.shape == (3, 0)

@@ -14,7 +14,7 @@ from dspark.schedule.cost import TableCost
 from dspark.schedule.feedback import LiveCost
 from dspark.schedule.names import POLICIES
 from dspark.schedule.policies import FixedLength, GlobalScheduler, LaggedScheduler, PrefixScheduler, Threshold
-from dspark.schedule.settings import ScheduleSettings, build_policy, split_config
+from dspark.schedule.settings import ScheduleSettings, build_policy, compile_schedulers, split_config
 from dspark.schedule.survival import survival
 from dspark.testing import ScriptedDrafter, TableTarget, run_engine
 
@@ -33,6 +33,7 @@ def test_policies_by_name(name):
         asked.append(1)
         return COST
 
+    compile_schedulers()  # which is said once
     threshold = 0.4 if name == "threshold" else None
     config = {"method": "dspark", "num_speculative_tokens": 5, "policy": name, "threshold": threshold}
     rest, settings = split_config(config)
@@ -54,6 +55,7 @@ def test_the_default_is_unchanged():
 
 
 def test_suspicious_prices_are_said_aloud():
+    compile_schedulers()
     flat, said = TableCost((1, 64), (1.0, 1.0)), []
     build_policy(ScheduleSettings(policy="prefix"), 4, lambda: flat, said.append)
     assert "flat" in said[0]

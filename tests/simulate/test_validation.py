@@ -5,11 +5,19 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from dspark.core import DSparkError
+from dspark.core import DSparkError, StepEvent
+from dspark.schedule.base import ScheduleState
 from dspark.schedule.cost import AdditiveCost, ContextCost, DraftCost, TableCost
 from dspark.schedule.policies import FixedLength
 from dspark.simulate.acceptance import Domain, SyntheticAcceptance
-from dspark.simulate.recording import StepRecords, read_steps, record_steps, write_steps
+from dspark.simulate.recording import (
+    StepRecorder,
+    StepRecords,
+    read_steps,
+    record_closed_loop,
+    record_steps,
+    write_steps,
+)
 from dspark.simulate.simulation import Scenario, run
 from dspark.simulate.traffic import ClosedLoop
 from dspark.simulate.validation import cross_validate, fit_cost, predict, validate_run
@@ -108,3 +116,35 @@ def test_records_that_are_none(engine_log, tmp_path):
 
     with pytest.raises(DSparkError, match="as its policy"):
         record_steps(Idle(), None)
+
+
+class Loop:
+    """An engine whose requests take as many steps as they say, all side by side."""
+
+    def __init__(self, recorder):
+        self.recorder, self.left, self.sizes = recorder, [], []
+
+    @property
+    def has_unfinished(self):
+        return bool(self.left)
+
+    def step(self):
+        n = len(self.left)
+        self.sizes.append(n)
+        state = ScheduleState(np.arange(n), np.zeros(n, dtype=np.int64), np.full(n, 5))
+        none = np.zeros(n, dtype=np.int64)
+        self.recorder.observe(state, None, none, none, none)
+        self.left = [steps - 1 for steps in self.left]
+        ended, self.left = self.left.count(0), [steps for steps in self.left if steps]
+        return [StepEvent("r", [1], [], "", object() if i < ended else None) for i in range(n)]
+
+
+def test_a_closed_loop_is_recorded_while_everybody_has_requests():
+    recorder = StepRecorder(FixedLength(0))
+    engine = Loop(recorder)
+    requests = [lambda steps=steps: engine.left.append(steps) for steps in (3, 5, 2, 4)]
+    records = record_closed_loop(engine, recorder, requests, users=2, clock=iter(range(100)).__next__)
+    assert engine.sizes[:5] == [2] * 5
+    assert len(records) == 5, "in the fifth step two requests end, and one of the two users has no other"
+    assert (records.requests == 2).all()
+    assert records.seconds.tolist() == [1.0] * 5

@@ -9,7 +9,7 @@ and are imported by name.
 """
 
 from dspark.calibrate.calibration import Calibration, identity_calibration
-from dspark.calibrate.fit import Labels, fit, with_results
+from dspark.calibrate.fit import Labels, fit, offsets_hint, with_results
 from dspark.calibrate.formats import load_calibration, save_calibration
 from dspark.calibrate.metrics import Bins
 from dspark.calibrate.report import Evaluation, evaluate
@@ -28,6 +28,7 @@ __all__ = [
     "identity_calibration",
     "load_calibration",
     "load_rounds",
+    "offsets_hint",
     "save_calibration",
     "save_rounds",
     "with_results",

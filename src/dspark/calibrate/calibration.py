@@ -3,8 +3,11 @@
 >>> calibration = Calibration((1.4, 1.1))
 >>> calibration.survival(logits)  # [R, g] -> a_{r,j} = prod_{i <= j} c_{r,i}, g <= 2
 
+With offsets it is c_k = sigmoid(logit_k / T_k + b_k), for a head that errs the same way throughout.
+
 Order within a slot is kept, so a schedule stays as lossless as it was: each confidence is the old one through a
-fixed increasing function, and still knows nothing of the token it decides about.
+fixed increasing function, and still knows nothing of the token it decides about. c_k depends on slot k's logit
+alone, a_k on those of slots up to k: what a policy declares about its dependence holds with offsets or without.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 class Calibration:
     """Temperatures of gamma slots, and what they were fitted to: they hold for that and nothing else.
 
+    `offsets` [gamma], in logits, are added after the division; without any the calibration is the paper's.
     `ece_...` are held-out expected calibration errors of prefix survival, one a slot; `ece_floor` is what a
     perfectly calibrated predictor would show with as many rounds. Unknown facts are empty or 0.
 
@@ -57,6 +61,7 @@ class Calibration:
     ece_floor: tuple[float, ...] = ()
     versions: tuple[str, ...] = ()
     created: str = ""
+    offsets: tuple[float, ...] = ()  # [gamma] or none
 
     def __post_init__(self) -> None:
         check_fields(self, "the calibration's")
@@ -65,7 +70,7 @@ class Calibration:
         for k, t in enumerate(self.temperatures):
             if not (t > 0 and math.isfinite(t)):
                 raise DSparkError(f"the calibration's temperatures must be above 0, slot {k + 1} has {t}")
-        for name in ("ece_before", "ece_after", "ece_floor"):
+        for name in ("ece_before", "ece_after", "ece_floor", "offsets"):
             values = getattr(self, name)
             if values and len(values) != self.gamma:
                 raise DSparkError(
@@ -90,7 +95,8 @@ class Calibration:
             raise DSparkError(
                 f"a block of {g} drafts met a calibration for {self.gamma}: fit one for as many drafts"
             )
-        return sigmoid(np.asarray(logits, dtype=np.float64) / np.asarray(self.temperatures[:g]))
+        scaled = np.asarray(logits, dtype=np.float64) / np.asarray(self.temperatures[:g])
+        return sigmoid(scaled + np.asarray(self.offsets[:g]) if self.offsets else scaled)
 
     def survival(self, logits: np.ndarray) -> np.ndarray:
         """Calibrated prefix survival a_{r,j}: [R, g] float64, non-increasing along a row."""

@@ -7,18 +7,18 @@ from typing import Literal
 
 from dspark.calibrate.calibration import Calibration
 from dspark.calibrate.metrics import Bins
-from dspark.calibrate.report import Evaluation
+from dspark.calibrate.report import Evaluation, evaluate
 from dspark.calibrate.rounds import Rounds
-from dspark.calibrate.sts import fit_sts
+from dspark.calibrate.sts import fit_sts, fit_sts_with_offsets
 from dspark.errors import DSparkError
 
-__all__ = ["Labels", "fit", "with_results"]
+__all__ = ["Labels", "fit", "offsets_hint", "with_results"]
 
 Labels = Literal["expected", "realised"]
 
 
-def fit(rounds: Rounds, bins: Bins, labels: Labels = "expected") -> Calibration:
-    """Sequential temperature scaling on rounds of full verification.
+def fit(rounds: Rounds, bins: Bins, labels: Labels = "expected", offsets: bool = False) -> Calibration:
+    """Sequential temperature scaling on rounds of full verification, with an offset a slot if asked for.
 
     `labels="expected"` fits to the probability that the drafted prefix is accepted, prod min(1, p_t / p_d), which
     has the same mean as the outcomes ("realised") and less noise.
@@ -29,9 +29,11 @@ def fit(rounds: Rounds, bins: Bins, labels: Labels = "expected") -> Calibration:
     if labels not in ("expected", "realised"):
         raise DSparkError(f"labels are expected or realised, not {labels!r}")
     survival = rounds.expected_survival if labels == "expected" else rounds.survived
-    source = rounds.source
+    source, data = rounds.source, (rounds.logits, survival, rounds.observed, bins)
+    temperatures, shifts = fit_sts_with_offsets(*data) if offsets else (fit_sts(*data), ())
     return Calibration(
-        temperatures=fit_sts(rounds.logits, survival, rounds.observed, bins),
+        temperatures=temperatures,
+        offsets=shifts,
         acceptance_rule=source.acceptance_rule,
         sampling_temperatures=tuple(sorted({a.temperature for a in rounds.answers})),
         target=source.target,
@@ -43,6 +45,28 @@ def fit(rounds: Rounds, bins: Bins, labels: Labels = "expected") -> Calibration:
         rounds_fit=len(rounds),
         bins=bins.count,
         binning=bins.kind,
+    )
+
+
+def offsets_hint(rounds: Rounds, evaluation: Evaluation) -> str | None:
+    """A sentence on what offsets may mend where temperatures did not; None where there is nothing to be said.
+
+    `evaluation` is of a calibration without offsets on held-out rounds: refused, or with a slot that errs one way.
+    `rounds` are those it was fitted to: they decide, so that held-out ones judge no more than one fit.
+    """
+    plain, bins = evaluation.calibration, evaluation.bins
+    one_way = [str(slot.slot) for slot in evaluation.all.slots if slot.errs_one_way]
+    if evaluation.refusal is None and not one_way:
+        return None
+    labels: Labels = "realised" if plain.labels == "realised" else "expected"
+    without, tried = (evaluate(rounds, c, bins).all for c in (plain, fit(rounds, bins, labels, offsets=True)))
+    if without.ece_after - tried.ece_after <= tried.floor_95 - tried.floor:
+        return None
+    which = f"slots {', '.join(one_way)} err all one way" if len(one_way) > 1 else ""
+    which = f"slot {one_way[0]} errs all one way" if len(one_way) == 1 else which
+    figures = f"{without.ece_after:.2%} to {tried.ece_after:.2%}"
+    return (
+        f"--offsets may help: {which}{', and ' if which else ''}ECE of the fitting rounds goes from {figures}"
     )
 
 

@@ -1,6 +1,8 @@
 """Calibration files: our own JSON, SGLang's and TensorRT-LLM's, in and out.
 
 The other engines' files hold temperatures and little else; `dataset`, the number of rounds and the errors are kept.
+A calibration with offsets fits none of them. Ours is of version 1 without offsets and of version 2 with them, so
+that a reader which knows no offsets refuses the file instead of leaving them out.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ __all__ = [
 
 FORMATS = ("dspark", "sglang", "tensorrt-llm")
 CALIBRATION_FILE = "calibration.json"  # beside a drafter's weights: used where no other is given
-_NAME, _VERSION = "dspark-calibration", 1
+_NAME, _PLAIN, _WITH_OFFSETS = "dspark-calibration", 1, 2  # the latter two: versions
 _SGLANG = ("temperatures", "dataset", "num_samples", "ece_before", "ece_after")
 
 
@@ -57,7 +59,16 @@ def from_tensorrt_llm(table: Mapping[str, Any]) -> Calibration:
 
 
 def to_sglang(calibration: Calibration) -> dict[str, Any]:
-    """The dictionary of SGLang's JSON file; `num_samples` counts the rounds fitted to."""
+    """The dictionary of SGLang's JSON file; `num_samples` counts the rounds fitted to.
+
+    Raises:
+        DSparkError: the calibration has offsets, and would not be the same without them.
+    """
+    if calibration.offsets:
+        raise DSparkError(
+            "this calibration has offsets, which SGLang's and TensorRT-LLM's files cannot hold: fit one without "
+            "--offsets, or save it in the format dspark"
+        )
     return {
         "temperatures": list(calibration.temperatures),
         "dataset": calibration.dataset,
@@ -98,12 +109,12 @@ def save_calibration(path: Path, calibration: Calibration, format: str = "dspark
     """Write the file, or replace it, in one of `FORMATS`.
 
     Raises:
-        DSparkError: unknown format, or the file cannot be written.
+        DSparkError: unknown format, one that cannot hold the calibration, or the file cannot be written.
     """
     if format not in FORMATS:
         raise DSparkError(f"calibration format {format!r} is not known; choose from {', '.join(FORMATS)}")
     if format == "dspark":
-        table = {"format": _NAME, "format_version": _VERSION, **dataclasses.asdict(calibration)}
+        table = _own_table(calibration)
     else:
         table = to_sglang(calibration) if format == "sglang" else to_tensorrt_llm(calibration)
     beside = path.with_name(path.name + ".part")
@@ -114,14 +125,25 @@ def save_calibration(path: Path, calibration: Calibration, format: str = "dspark
         raise DSparkError(f"cannot write the calibration to {str(path)!r}: {error}") from None
 
 
+def _own_table(calibration: Calibration) -> dict[str, Any]:
+    values = dataclasses.asdict(calibration)
+    if not calibration.offsets:
+        del values["offsets"]
+    version = _WITH_OFFSETS if calibration.offsets else _PLAIN
+    return {"format": _NAME, "format_version": version, **values}
+
+
 def _own(table: Mapping[str, Any]) -> Calibration:
     if table["format"] != _NAME:
         raise DSparkError(f"format is {table['format']!r}, expected {_NAME!r}")
-    if table.get("format_version") != _VERSION:
-        raise DSparkError(f"format_version is {table.get('format_version')!r}, this version reads {_VERSION}")
+    version = table.get("format_version")
+    if version not in (_PLAIN, _WITH_OFFSETS):
+        raise DSparkError(f"format_version is {version!r}, this version reads {_PLAIN} and {_WITH_OFFSETS}")
     hints = get_type_hints(Calibration)
+    needed = ("temperatures", "offsets") if version == _WITH_OFFSETS else ("temperatures",)
+    known = tuple(name for name in hints if name != "offsets" or name in needed)
     values = {name: value for name, value in table.items() if name not in ("format", "format_version")}
-    _check_keys(values, ("temperatures",), tuple(hints), "calibration")
+    _check_keys(values, needed, known, "calibration")
     lists = {name for name, hint in hints.items() if get_origin(hint) is tuple}
     fields: dict[str, Any] = {n: _tuple(n, v) if n in lists else v for n, v in values.items()}
     return Calibration(**fields)

@@ -20,14 +20,17 @@ def slot_table(evaluation: Evaluation) -> Table:
         f" over {bins.count} bins of equal {bins.kind}; floor: ECE of a perfect predictor with as many rounds"
     )
     table = _table(caption)
-    columns = ("slot", "T", "rounds", "real", "pred", ">", "ECE %", ">", "floor", "AUC", ">", "Brier", ">")
+    calibration = evaluation.calibration
+    scale = ("T", "b") if calibration.offsets else ("T",)
+    columns = ("slot", *scale, "rounds", "real", "pred", ">", "ECE %", ">", "floor", "AUC", ">", "Brier", ">")
     for column in columns:
         table.add_column(column, justify="right")
-    for slot, t in zip(g.slots, evaluation.calibration.temperatures, strict=True):
+    for k, slot in enumerate(g.slots):
         sides = (slot.before, slot.after)
         table.add_row(
             str(slot.slot),
-            f"{t:.3g}",
+            f"{calibration.temperatures[k]:.3g}",
+            *(f"{b:.2f}" for b in calibration.offsets[k : k + 1]),
             str(slot.rounds),
             _number(slot.realised, 3),
             *(_number(side.predicted, 3) for side in sides),

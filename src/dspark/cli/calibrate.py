@@ -29,7 +29,7 @@ def add_parser(verbs: Any) -> None:
         "calibrate",
         help="make confidences probabilities",
         description=__doc__,
-        epilog="Exit code 1: the temperatures are no improvement on held-out rounds; nothing was saved then.",
+        epilog="Exit code 1: the calibration is no improvement on held-out rounds; nothing was saved then.",
     )
     parser.add_argument("--out", default="calibration.json", metavar="PATH", help="%(default)s")
     parser.add_argument("--format", default="dspark", metavar="NAME", help="dspark, sglang or tensorrt-llm")
@@ -94,6 +94,12 @@ def _add_fit_options(parser: argparse.ArgumentParser) -> None:
         help="fit to the probability of acceptance, or to outcomes (%(default)s)",
     )
     group.add_argument(
+        "--offsets",
+        action="store_true",
+        help="fit an offset beside each temperature, for a head that is too sure (or not sure enough) throughout; "
+        "only --format dspark holds them",
+    )
+    group.add_argument(
         "--bins", type=int, default=15, metavar="N", help="of the calibration error (%(default)s)"
     )
     group.add_argument(
@@ -110,7 +116,15 @@ def _floats(text: str) -> tuple[float, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Collect what is missing, fit on some prompts, judge on the others, save an improvement."""
-    from dspark.calibrate import Bins, evaluate, fit, load_calibration, save_calibration, with_results
+    from dspark.calibrate import (
+        Bins,
+        evaluate,
+        fit,
+        load_calibration,
+        offsets_hint,
+        save_calibration,
+        with_results,
+    )
 
     _check(args)
     if args.convert is not None:
@@ -120,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     given = None if args.check is None else load_calibration(Path(args.check))
     rounds = _rounds(args)
     to_fit, held_out = rounds.split(args.held_out, args.seed)
-    calibration = fit(to_fit, bins, args.labels) if given is None else given
+    calibration = fit(to_fit, bins, args.labels, args.offsets) if given is None else given
     if given is not None:
         calibration.check_fits(
             rounds.source.drafter_identity, rounds.source.target_identity, rounds.source.gamma
@@ -131,7 +145,8 @@ def run(args: argparse.Namespace) -> int:
     if saved:
         complete = _with_provenance(args, with_results(calibration, evaluation))
         save_calibration(Path(args.out), complete, args.format)
-    _report(args, evaluation, saved)
+    hint = None if calibration.offsets or given is not None else offsets_hint(to_fit, evaluation)
+    _report(args, evaluation, saved, hint)
     return int(refusal is not None)
 
 
@@ -142,6 +157,10 @@ def _check(args: argparse.Namespace) -> None:
 
     if args.format not in FORMATS:
         raise DSparkError(f"--format {args.format!r} is not known; choose from {', '.join(FORMATS)}")
+    if args.offsets and args.format != "dspark":
+        raise DSparkError(
+            f"--format {args.format} cannot hold offsets: leave out --offsets, or save in the format dspark"
+        )
     if args.diagram is not None and not args.diagram.endswith(".svg"):
         raise DSparkError(f"--diagram writes an .svg file, not {args.diagram!r}")
     for path in (args.out, args.rounds, args.diagram):
@@ -263,7 +282,7 @@ def _prompts(prompts: str) -> list[CalibrationPrompt]:
     return list(found.values())
 
 
-def _report(args: argparse.Namespace, evaluation: Evaluation, saved: bool) -> None:
+def _report(args: argparse.Namespace, evaluation: Evaluation, saved: bool, hint: str | None) -> None:
     from dspark.calibrate.diagram import reliability_svg
     from dspark.calibrate.tables import group_table, slot_table
     from dspark.cli.terminal import Output, write_json
@@ -272,7 +291,7 @@ def _report(args: argparse.Namespace, evaluation: Evaluation, saved: bool) -> No
         Path(args.diagram).write_text(reliability_svg(evaluation.all), "utf-8")
     if args.json:
         files = {"saved": args.out if saved else None, "rounds_file": str(_rounds_path(args))}
-        write_json({**evaluation.as_dict(), **files}, indent=1)
+        write_json({**evaluation.as_dict(), "hint": hint, **files}, indent=1)
     else:
         out = Output()
         out.print(slot_table(evaluation))
@@ -284,3 +303,5 @@ def _report(args: argparse.Namespace, evaluation: Evaluation, saved: bool) -> No
         print(f"refused: {evaluation.refusal}{kept}", file=sys.stderr)
     elif saved and not args.json:
         Output().print(f"saved: {args.out}")
+    if hint is not None:
+        print(f"hint: {hint}", file=sys.stderr)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+DEFAULT_POLICIES = "plain,fixed,threshold,prefix,lagged"
+
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the `add_subparsers` object of `dspark`."""
@@ -24,7 +26,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument(
         "--policies",
-        default="plain,fixed,threshold,prefix,lagged",
+        default=DEFAULT_POLICIES,
         metavar="LIST",
         help="%(default)s; also fixed:3, threshold:0.3, prefix-raw, lagged-previous, global, auto",
     )
@@ -34,6 +36,11 @@ def add_parser(verbs: Any) -> None:
     )
     what.add_argument(
         "--validate", metavar="PATH", help="hold the simulation to step records of a real engine (.jsonl)"
+    )
+    what.add_argument(
+        "--hindsight",
+        action="store_true",
+        help="how near do policies come to the best length or threshold for recorded rounds (--acceptance PATH)?",
     )
     _add_traffic_options(parser)
     _add_engine_options(parser)
@@ -145,6 +152,13 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--most", type=float, default=4096, metavar="N", help="with --capacity: look no further (%(default)s)"
     )
     group.add_argument(
+        "--rounds",
+        type=int,
+        default=12_000,
+        metavar="N",
+        help="with --hindsight: rounds replayed at each load (%(default)s)",
+    )
+    group.add_argument(
         "--tolerance", type=float, default=0.1, metavar="X", help="with --validate: relative (%(default)s)"
     )
 
@@ -181,12 +195,14 @@ def run(args: argparse.Namespace) -> int:
     setup = Setup.of(args)
     if args.figures is not None:
         require_matplotlib()
-    swept = args.capacity is None and args.validate is None
+    swept = args.capacity is None and args.validate is None and not args.hindsight
     if not swept and (args.csv is not None or args.figures is not None):
-        raise DSparkError("--csv and --figures show a sweep: leave them out with --capacity and --validate")
+        raise DSparkError("--csv and --figures show a sweep: leave them out here")
     for path in (args.csv, args.markdown):
         if path is not None and not Path(path).parent.is_dir():
             raise DSparkError(f"no directory {str(Path(path).parent)!r} for the report: create it first")
+    if args.hindsight:
+        return _hindsight(args, setup)
     if args.validate is not None:
         return _validate(args, setup)
     return _sweep(args, setup) if swept else _capacity(args, setup)
@@ -267,6 +283,35 @@ def _validate(args: argparse.Namespace, setup: Setup) -> int:
     }
     _report(args, setup, results, [validation_markdown(prices, runs, args.tolerance)])
     return 0 if within else 1
+
+
+def _hindsight(args: argparse.Namespace, setup: Setup) -> int:
+    from dspark.core import DSparkError
+    from dspark.simulate.hindsight import replay_file
+    from dspark.simulate.policies import policy_factory
+    from dspark.simulate.report import hindsight_markdown
+
+    if not setup.closed or not Path(args.acceptance).is_file():
+        raise DSparkError(
+            "--hindsight needs --acceptance PATH with recorded rounds, and users (--concurrency)"
+        )
+    names = ("prefix,lagged,auto" if args.policies == DEFAULT_POLICIES else args.policies).split(",")
+    found = replay_file(
+        args.acceptance,
+        {name: policy_factory(name, setup.acceptance.gamma, setup.beliefs.cost) for name in names},
+        setup.machine.cost,
+        users=[int(load) for load in setup.loads],
+        rounds=args.rounds,
+        seed=args.seed,
+        overhead_s=1e-3 * args.overhead_ms,
+        greedy=args.greedy,
+    )
+    results = {"hindsight": {name: comparison.as_dict() for name, comparison in found.items()}}
+    parts = [
+        hindsight_markdown(comparison, f"{name[0].upper()}{name[1:]}") for name, comparison in found.items()
+    ]
+    _report(args, setup, results, parts)
+    return 0
 
 
 def _report(args: argparse.Namespace, setup: Setup, results: dict[str, Any], parts: list[str]) -> None:

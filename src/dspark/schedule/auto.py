@@ -6,7 +6,7 @@ import numpy as np
 
 from dspark.schedule.base import Dependence, ScheduleState
 from dspark.schedule.policies import LaggedScheduler
-from dspark.schedule.search import best_budget, early_stop, rank
+from dspark.schedule.search import Curve, Ranking, best_budget, early_stop, rank
 
 __all__ = ["AutoScheduler"]
 
@@ -24,15 +24,17 @@ class AutoScheduler(LaggedScheduler):
     dependence = Dependence.LAGGED  # of rows that do not tolerate LIVE
     looks_where_tolerated = True  # LIVE for a batch of others: an audit has to try those, too
 
-    def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-        ranking = rank(survival, drafted)
+    def _schedule(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> np.ndarray:
         curve = self._curve(state, ranking, drafted)
         if state.may_look:
             return ranking.lengths(best_budget(curve))
-        if self._early_stop_suffices(state, drafted):
+        expected = self._like(curve, self.aim.history.survival(state.uids), drafted)
+        if early_stop(expected) == best_budget(expected):
             return ranking.lengths(early_stop(curve))
-        return super()._schedule(state, survival, drafted)
+        older = self._like(curve, self._older(state), drafted)
+        return ranking.lengths(best_budget(older))
 
-    def _early_stop_suffices(self, state: ScheduleState, drafted: np.ndarray) -> bool:
-        expected = self._curve(state, rank(self.aim.history.survival(state.uids), drafted), drafted)
-        return early_stop(expected) == best_budget(expected)
+    @staticmethod
+    def _like(curve: Curve, survival: np.ndarray, drafted: np.ndarray) -> Curve:
+        """The curve of other survivals at the same prices."""
+        return Curve(rank(survival, drafted), curve.outputs, curve.seconds)

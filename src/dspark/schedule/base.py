@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from dspark.schedule import loops
+
 __all__ = ["Dependence", "Observer", "Policy", "ScheduleState", "Timed"]
 
 
@@ -49,35 +51,39 @@ class ScheduleState:
         return len(self.uids)
 
     @cached_property
+    def _totals(self) -> tuple[int, int, int, int]:
+        """Rows without any draft; requests that decode; cached positions of all, and of these."""
+        return loops.count_batch(self.pending, self.samples, self.context_lens)
+
+    @property
     def query_tokens(self) -> int:
         """Rows of the pass without any draft."""
-        return self.num_requests if self.pending is None else int(self.pending.sum())
+        return self._totals[0]
 
-    @cached_property
-    def decoding(self) -> np.ndarray:
-        """[R] bool: one row, one token: neither a prompt nor a part of one."""
-        one = np.ones(self.num_requests, dtype=bool) if self.pending is None else self.pending == 1
-        return one if self.samples is None else one & self.samples
-
-    @cached_property
+    @property
     def outputs(self) -> int:
-        """Tokens that decoding requests get without any draft; a prompt's first token comes either way."""
-        return int(np.count_nonzero(self.decoding))
+        """Tokens that decoding requests get without any draft; a prompt's first token comes either way.
 
-    @cached_property
+        A request decodes with one row and one token: neither a prompt nor a part of one.
+        """
+        return self._totals[1]
+
+    @property
     def decoding_context(self) -> int:
         """Cached positions of the decoding requests together."""
-        return int(self.context_lens[self.decoding].sum())
+        return self._totals[3]
 
     @property
     def may_look(self) -> bool:
         """Every row that can have drafts stays exact even if the schedule looks at the block it schedules."""
-        return self.tolerates_live is not None and bool((self.tolerates_live | (self.room == 0)).all())
+        if self.tolerates_live is None:
+            return False
+        return loops.nobody_minds(self.tolerates_live, self.room)
 
-    @cached_property
+    @property
     def context(self) -> int:
         """Cached positions of all requests together."""
-        return int(self.context_lens.sum())
+        return self._totals[2]
 
 
 class Policy(Protocol):

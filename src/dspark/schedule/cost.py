@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 
 from dspark.errors import DSparkError
+from dspark.schedule import loops
+from dspark.schedule.lines import Line, Staircase, check_probes, flatness, refuse_negative
 
 __all__ = ["AdditiveCost", "ContextCost", "CostModel", "DraftCost", "TableCost", "monotone_medians"]
-
-FLAT = 1.02  # a curve that rises less than this from its first probe to its last tells sizes apart by noise alone
 
 
 class CostModel(Protocol):
@@ -39,6 +39,23 @@ class CostModel(Protocol):
         """Proposing `drafts` tokens in all for `num_requests` requests; 0 where there are no drafts."""
         ...
 
+    def step_price(self, num_requests: int, query_tokens: int, context: int) -> float:
+        """`step_seconds` of one pass: decisions ask for single prices often, and arrays of one are slow."""
+        ...
+
+    def step_curve(self, num_requests: int, first: int, count: int, context: int) -> np.ndarray:
+        """[count] `step_seconds` of first, first + 1, ... query tokens."""
+        ...
+
+    def draft_price(self, num_requests: int, drafts: int) -> float:
+        """`draft_seconds` of one draft."""
+        ...
+
+    @property
+    def draft_terms(self) -> tuple[float, float, float]:
+        """Seconds of a draft, of each request in it, and of each of its tokens."""
+        ...
+
 
 @dataclass(frozen=True)
 class DraftCost:
@@ -49,12 +66,15 @@ class DraftCost:
     per_draft: float = 0.0
 
     def __post_init__(self) -> None:
-        _refuse_negative("draft cost", (self.base, self.per_request, self.per_draft))
+        refuse_negative("draft cost", (self.base, self.per_request, self.per_draft))
 
     def seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
         drafts = np.asarray(drafts)
         full = self.base + self.per_request * np.asarray(num_requests) + self.per_draft * drafts
-        return np.where(drafts > 0, full, 0.0)
+        return full * (drafts > 0)
+
+    def price(self, num_requests: int, drafts: int) -> float:
+        return self.base + self.per_request * num_requests + self.per_draft * drafts if drafts > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ class ContextCost:
     profiled_at: float = 0.0
 
     def __post_init__(self) -> None:
-        _refuse_negative("context cost", (self.per_position, self.per_pair, self.profiled_at))
+        refuse_negative("context cost", (self.per_position, self.per_pair, self.profiled_at))
 
     def add(
         self,
@@ -88,6 +108,17 @@ class ContextCost:
         beyond = np.asarray(context) - self.profiled_at * requests
         pairs = query_tokens * np.maximum(beyond, 0) / requests
         return np.maximum(seconds + self.per_position * beyond, 0.01 * seconds) + self.per_pair * pairs
+
+    def price(self, seconds: float, num_requests: int, query_tokens: int, context: int) -> float:
+        """`add` for one pass."""
+        fixed, each = self.terms(num_requests, context)
+        return max(seconds + fixed, 0.01 * seconds) + each * query_tokens
+
+    def terms(self, num_requests: int, context: int) -> tuple[float, float]:
+        """Seconds of a pass, and of each of its rows."""
+        requests = max(num_requests, 1)
+        beyond = context - self.profiled_at * requests
+        return self.per_position * beyond, self.per_pair * max(beyond, 0.0) / requests
 
 
 @dataclass(frozen=True)
@@ -109,17 +140,17 @@ class TableCost:
     context: ContextCost = field(default_factory=ContextCost)
 
     def __post_init__(self) -> None:
-        _check_probes("cost table", self.tokens, self.seconds)
+        check_probes("cost table", self.tokens, self.seconds)
         if self.seconds[0] <= 0:
             raise DSparkError("cost table: seconds must be above 0; profile the machine again")
 
     @cached_property
-    def _curve(self) -> _Line:
-        return (_Staircase if self.executed else _Line)(self.tokens, self.seconds)
+    def _curve(self) -> Line:
+        return (Staircase if self.executed else Line)(self.tokens, self.seconds)
 
     @property
     def warning(self) -> str | None:
-        return _flatness("cost table", self.tokens, self.seconds)
+        return flatness("cost table", self.tokens, self.seconds)
 
     def step_seconds(
         self, num_requests: np.ndarray | int, query_tokens: np.ndarray | int, context: np.ndarray | int
@@ -128,6 +159,20 @@ class TableCost:
 
     def draft_seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
         return self.draft.seconds(num_requests, drafts)
+
+    def draft_price(self, num_requests: int, drafts: int) -> float:
+        return self.draft.price(num_requests, drafts)
+
+    @property
+    def draft_terms(self) -> tuple[float, float, float]:
+        return self.draft.base, self.draft.per_request, self.draft.per_draft
+
+    def step_price(self, num_requests: int, query_tokens: int, context: int) -> float:
+        return self.context.price(self._curve.at(query_tokens), num_requests, query_tokens, context)
+
+    def step_curve(self, num_requests: int, first: int, count: int, context: int) -> np.ndarray:
+        table = self._curve.whole(first + count)
+        return loops.priced(table, first, count, 0.0, *self.context.terms(num_requests, context))
 
 
 @dataclass(frozen=True)
@@ -147,25 +192,25 @@ class AdditiveCost:
     context: ContextCost = field(default_factory=ContextCost)
 
     def __post_init__(self) -> None:
-        _check_probes("alpha table", self.requests, self.alpha)
-        _check_probes("theta table", self.tokens, self.theta)
-        _refuse_negative("bias", (self.bias,))
-        _refuse_negative("additive cost", (self.alpha[0], self.theta[0]))
+        check_probes("alpha table", self.requests, self.alpha)
+        check_probes("theta table", self.tokens, self.theta)
+        refuse_negative("bias", (self.bias,))
+        refuse_negative("additive cost", (self.alpha[0], self.theta[0]))
         if self.bias + self.alpha[0] + self.theta[0] <= 0:
             raise DSparkError("additive cost: the smallest pass costs nothing; profile the machine again")
 
     @cached_property
-    def _alpha(self) -> _Line:
-        return _Line(self.requests, self.alpha)
+    def _alpha(self) -> Line:
+        return Line(self.requests, self.alpha)
 
     @cached_property
-    def _theta(self) -> _Line:
-        return _Line(self.tokens, self.theta)
+    def _theta(self) -> Line:
+        return Line(self.tokens, self.theta)
 
     @property
     def warning(self) -> str | None:
         lowest = self.bias + self.alpha[0]
-        return _flatness("theta table", self.tokens, tuple(lowest + t for t in self.theta))
+        return flatness("theta table", self.tokens, tuple(lowest + t for t in self.theta))
 
     def step_seconds(
         self, num_requests: np.ndarray | int, query_tokens: np.ndarray | int, context: np.ndarray | int
@@ -175,6 +220,21 @@ class AdditiveCost:
 
     def draft_seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
         return self.draft.seconds(num_requests, drafts)
+
+    def draft_price(self, num_requests: int, drafts: int) -> float:
+        return self.draft.price(num_requests, drafts)
+
+    @property
+    def draft_terms(self) -> tuple[float, float, float]:
+        return self.draft.base, self.draft.per_request, self.draft.per_draft
+
+    def step_price(self, num_requests: int, query_tokens: int, context: int) -> float:
+        seconds = self.bias + self._alpha.at(num_requests) + self._theta.at(query_tokens)
+        return self.context.price(seconds, num_requests, query_tokens, context)
+
+    def step_curve(self, num_requests: int, first: int, count: int, context: int) -> np.ndarray:
+        table, constant = self._theta.whole(first + count), self.bias + self._alpha.at(num_requests)
+        return loops.priced(table, first, count, constant, *self.context.terms(num_requests, context))
 
 
 def monotone_medians(
@@ -187,62 +247,3 @@ def monotone_medians(
     probes = np.unique(sizes)
     medians = np.maximum.accumulate([np.median(samples[sizes == p]) for p in probes])
     return tuple(int(p) for p in probes), tuple(float(m) for m in medians)
-
-
-class _Line:
-    """Linear between probes, the first value below them, the last slope beyond them."""
-
-    def __init__(self, probes: tuple[int, ...], values: tuple[float, ...]) -> None:
-        self.probes, self.values = np.array(probes), np.array(values)
-        self.last = probes[-1]
-        self.slope = (values[-1] - values[-2]) / (probes[-1] - probes[-2])
-
-    def __call__(self, x: np.ndarray | int) -> np.ndarray:
-        return self._beyond(np.interp(x, self.probes, self.values), x)
-
-    def _beyond(self, inside: np.ndarray, x: np.ndarray | int) -> np.ndarray:
-        return inside + self.slope * np.maximum(np.asarray(x) - self.last, 0)
-
-
-class _Staircase(_Line):
-    """The value at the next probe; beyond the last one nothing is padded and the last slope goes on."""
-
-    def __call__(self, x: np.ndarray | int) -> np.ndarray:
-        index = np.searchsorted(self.probes, x)
-        return self._beyond(self.values.take(index, mode="clip"), x)
-
-
-def _check_probes(name: str, probes: Sequence[int], values: Sequence[float]) -> None:
-    if len(probes) != len(values):
-        raise DSparkError(f"{name}: {len(probes)} probes but {len(values)} values; give one value a probe")
-    if len(probes) < 2:
-        raise DSparkError(f"{name}: {len(probes)} probes give no slope; profile at least two sizes")
-    if not (np.isfinite(probes).all() and np.isfinite(values).all()):
-        raise DSparkError(f"{name}: holds a value that is not finite; profile the machine again")
-    if probes[0] < 0 or (np.diff(probes) <= 0).any():
-        raise DSparkError(f"{name}: probes must be 0 or more and increase, got {list(probes)}")
-    falls = np.flatnonzero(np.diff(values) < 0)
-    if len(falls):
-        at = int(falls[0])
-        raise DSparkError(
-            f"{name}: {probes[at + 1]} costs less than {probes[at]}; repeat the profile, "
-            "or clean its samples with monotone_medians"
-        )
-
-
-def _flatness(name: str, probes: Sequence[int], values: Sequence[float]) -> str | None:
-    if values[-1] <= FLAT * values[0]:
-        return (
-            f"{name} is flat: {probes[-1]} tokens cost as much as {probes[0]}, so every draft will be verified; "
-            "profile larger sizes"
-        )
-    if values[-1] == values[-2]:
-        return (
-            f"{name} ends flat: beyond {probes[-1]} tokens it prices every size alike; profile larger sizes"
-        )
-    return None
-
-
-def _refuse_negative(name: str, values: Sequence[float]) -> None:
-    if not all(np.isfinite(v) and v >= 0 for v in values):
-        raise DSparkError(f"{name}: must be finite and 0 or more, got {list(values)}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 
 import numpy as np
 
 from dspark.schedule.base import ScheduleState
 from dspark.schedule.cost import CostModel
+from dspark.schedule.loops import totals
 
 __all__ = ["Drift", "LiveCost"]
 
@@ -28,15 +28,14 @@ class Drift:
         self._most = most
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._log = 0.0
-
-    @property
-    def factor(self) -> float:
-        return math.exp(self._log)
+        self.factor = 1.0
 
     def follow(self, ratio: float) -> None:
         """File measured over predicted."""
         self._recent.append(min(max(math.log(ratio), -self._most), self._most) if ratio > 0 else -self._most)
-        self._step(statistics.median(self._recent))
+        ordered = sorted(self._recent)
+        last, middle = len(ordered) - 1, len(ordered) // 2
+        self._step((ordered[middle] + ordered[last - middle]) / 2)
 
     def relax(self) -> None:
         """Go back towards 1 where nothing can be measured."""
@@ -45,6 +44,7 @@ class Drift:
 
     def _step(self, goal: float) -> None:
         self._log += min(max(goal - self._log, -STEP), STEP)
+        self.factor = math.exp(self._log)
 
 
 class LiveCost:
@@ -59,6 +59,11 @@ class LiveCost:
         self.base = base
         self._plain, self._rows, self._draft = Drift(MOST), Drift(MOST_SHAPE), Drift(MOST)
         self._since_plain = FRESH
+        self._floor: tuple[int, int, float] = (
+            0,
+            0,
+            0.0,
+        )  # requests, context and price of the last plain pass asked
 
     @property
     def warning(self) -> str | None:
@@ -72,12 +77,41 @@ class LiveCost:
     def step_seconds(
         self, num_requests: np.ndarray | int, query_tokens: np.ndarray | int, context: np.ndarray | int
     ) -> np.ndarray:
+        plain, rows = self._plain.factor, self._rows.factor
         floor = self.base.step_seconds(num_requests, num_requests, context)
-        further = self.base.step_seconds(num_requests, query_tokens, context) - floor
-        return self._plain.factor * (floor + self._rows.factor * further)
+        whole = self.base.step_seconds(num_requests, query_tokens, context)
+        return plain * (rows * whole + (1 - rows) * floor)
 
     def draft_seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
         return self._draft.factor * self.base.draft_seconds(num_requests, drafts)
+
+    def step_price(self, num_requests: int, query_tokens: int, context: int) -> float:
+        plain, rows = self._plain.factor, self._rows.factor
+        whole = self.base.step_price(num_requests, query_tokens, context)
+        return plain * (rows * whole + (1 - rows) * self._plain_pass(num_requests, context))
+
+    def step_curve(self, num_requests: int, first: int, count: int, context: int) -> np.ndarray:
+        plain, rows = self._plain.factor, self._rows.factor
+        curve = self.base.step_curve(num_requests, first, count, context)
+        curve *= plain * rows
+        if rows != 1:
+            curve += plain * (1 - rows) * self._plain_pass(num_requests, context)
+        return curve
+
+    def draft_price(self, num_requests: int, drafts: int) -> float:
+        return self._draft.factor * self.base.draft_price(num_requests, drafts)
+
+    @property
+    def draft_terms(self) -> tuple[float, float, float]:
+        factor, (base, per_request, per_draft) = self._draft.factor, self.base.draft_terms
+        return factor * base, factor * per_request, factor * per_draft
+
+    def _plain_pass(self, num_requests: int, context: int) -> float:
+        """`base`'s price of a pass without drafts: one round asks for it several times."""
+        if self._floor[:2] != (num_requests, context):
+            price = self.base.step_price(num_requests, num_requests, context)
+            self._floor = num_requests, context, price
+        return self._floor[2]
 
     def observe(
         self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
@@ -86,13 +120,14 @@ class LiveCost:
         R, drafted = state.num_requests, state.modelled(drafted)
         if state.query_tokens != R or not R:
             return
-        if drafted.any():
-            expected = float(self.base.draft_seconds(int(np.count_nonzero(drafted)), int(drafted.sum())))
+        (drafted_for, drafts), budget = totals(drafted), totals(scheduled)[1]
+        if drafted_for:
+            expected = self.base.draft_price(drafted_for, drafts)
             if expected > 0:
                 self._draft.follow(draft_s / expected)
-        floor = float(self.base.step_seconds(R, R, state.context))
-        further = float(self.base.step_seconds(R, R + int(scheduled.sum()), state.context)) - floor
-        if not scheduled.any():
+        floor = self._plain_pass(R, state.context)
+        further = self.base.step_price(R, R + budget, state.context) - floor
+        if not budget:
             self._since_plain = 0
             self._plain.follow(step_s / floor)
             return

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from dspark.errors import DSparkError
-from dspark.schedule.search import prefix_survival
+from dspark.schedule import history_loops
+from dspark.schedule.loops import totals
 
 __all__ = ["AcceptanceHistory", "RequestTable"]
 
 _KEEP = 256  # rounds that an absent request is remembered for: preempted ones come back
-_LEAST = 64  # rows that room is made for at once
+_LEAST = 64  # columns that room is made for at once
 
 
 class RequestTable:
@@ -18,87 +19,87 @@ class RequestTable:
 
     Rows lie in order of uid. New requests have larger uids than those before them, so they are appended, into room
     that doubles, and rows of requests long gone are dropped only when room runs out: a request costs O(1).
+
+    Args:
+        initial: [*shape] what a row starts with.
     """
 
-    def __init__(self, shape: tuple[int, ...], initial: float) -> None:
+    def __init__(self, initial: np.ndarray) -> None:
         self._initial = initial
-        self._uids, self._seen = np.zeros((2, 0), dtype=np.int64)  # [capacity], sorted up to _n; last round
-        self._rows = np.zeros((0, *shape))  # [capacity, *shape]
-        self._n = 0
+        self._uids, self._seen = np.zeros(
+            (2, 0), dtype=np.int64
+        )  # [capacity], increasing up to `count`; last round
+        self.rows = np.zeros((0, *initial.shape))  # [capacity, *shape]; `find` may leave this array behind
+        self.count = 0
         self._round = 0
-        self._last = self._uids, self._uids  # of the last `open`: uids and where they lie
-        self._side_by_side = False  # as indices from `_last[1][0]` on
+        self._found, self._at = (
+            b"",
+            np.zeros(0, dtype=np.int64),
+        )  # of the last `find`: uids, and where they lie
 
     @property
     def values(self) -> np.ndarray:
-        """[n, *shape], a view that later calls of `open` may leave behind."""
-        return self._rows[: self._n]
+        """[count, *shape], a view."""
+        return self.rows[: self.count]
 
-    def peek(self, uids: np.ndarray) -> np.ndarray:
-        """[R, *shape] the rows, to be read only; `initial` for unknown requests."""
-        at, known = self._find(uids)
-        if at is self._last[1] and self._side_by_side:
-            return self._rows[at[0] : at[0] + len(at)]
-        if known.all():
-            return self._rows[at]
-        rows = np.full((len(uids), *self._rows.shape[1:]), self._initial)
-        rows[known] = self._rows[at[known]]
-        return rows
+    def find(self, uids: np.ndarray) -> np.ndarray:
+        """[R] where they lie, with rows made for new requests; one unused for long counts as new."""
+        asked = uids.tobytes()
+        if asked != self._found:
+            self._at, missing = self._locate(uids)
+            if missing and not self._append(uids):
+                self._at, _ = self._locate(uids)
+                self._admit(uids[self._at < 0])
+                self._at, _ = self._locate(uids)
+            self._found = asked
+        return self._at
 
-    def open(self, uids: np.ndarray) -> np.ndarray:
-        """[R] indices into `values`, with rows made for new requests; rows unused for long count as new."""
+    def idle(self, at: np.ndarray) -> np.ndarray:
+        """[R] rounds since each took part."""
+        return history_loops.idle_rounds(self._seen, at, self._round)
+
+    def use(self, uids: np.ndarray) -> np.ndarray:
+        """`find`, and one more round in which these requests took part."""
+        at = self.find(uids)
         self._round += 1
-        at, known = self._find(uids)
-        if at is not self._last[1]:
-            if not known.all():
-                self._admit(uids[~known])
-                at = np.searchsorted(self._uids[: self._n], uids)
-            self._last = uids.copy(), at
-            self._side_by_side = len(at) > 0 and bool((at == np.arange(at[0], at[0] + len(at))).all())
         self._seen[at] = self._round
         return at
 
-    def add(self, at: np.ndarray, amounts: np.ndarray) -> None:
-        """Add [R, *shape] to the rows that `open` gave."""
-        if at is self._last[1] and self._side_by_side:
-            self._rows[at[0] : at[0] + len(at)] += amounts
-        else:
-            self._rows[at] += amounts
+    def _append(self, uids: np.ndarray) -> bool:
+        """Rows for new requests, the usual way: they come in order, and there is room."""
+        count = history_loops.append(
+            uids, self._at, self._uids, self._seen, self.rows, self._initial, self.count, self._round
+        )
+        self.count = max(count, self.count)
+        return count >= 0
 
-    def _find(self, uids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[R] where each lies, and [R] bool whether it does."""
-        if len(uids) and np.array_equal(uids, self._last[0]):
-            return self._last[1], np.ones(len(uids), dtype=bool)
-        if not self._n:
-            return np.zeros(len(uids), dtype=np.int64), np.zeros(len(uids), dtype=bool)
-        at = np.searchsorted(self._uids[: self._n], uids)
-        np.minimum(at, self._n - 1, out=at)
-        return at, (self._uids[at] == uids) & (self._seen[at] >= self._round - _KEEP)
+    def _locate(self, uids: np.ndarray) -> tuple[np.ndarray, int]:
+        return history_loops.locate(uids, self._uids, self.count, self._seen, self._round - _KEEP)
 
     def _admit(self, uids: np.ndarray) -> None:
         """Rows for `uids`, which have none, or one that is out of date."""
-        new, n = np.sort(uids), self._n
+        new, n = np.sort(uids), self.count
         behind = n == 0 or new[0] > self._uids[n - 1]  # else they do not come in order of arrival: seldom
         if not behind or n + len(new) > len(self._uids):
             self._rebuild(new)
-            n = self._n
-        self._n = end = n + len(new)
-        self._uids[n:end], self._seen[n:end], self._rows[n:end] = new, self._round, self._initial
+            n = self.count
+        self.count = end = n + len(new)
+        self._uids[n:end], self._seen[n:end], self.rows[n:end] = new, self._round, self._initial
         if not behind:
             order = np.argsort(self._uids[:end])
-            for column in (self._uids, self._seen, self._rows):
+            for column in (self._uids, self._seen, self.rows):
                 column[:end] = column[:end][order]
 
     def _rebuild(self, new: np.ndarray) -> None:
         """Drop rows of requests long gone and those of `new`, and make room for as many rows again."""
-        n = self._n
+        n = self.count
         keep = (self._seen[:n] >= self._round - _KEEP) & ~np.isin(self._uids[:n], new)
-        columns = self._uids[:n][keep], self._seen[:n][keep], self._rows[:n][keep]
-        self._n = left = len(columns[0])
+        columns = self._uids[:n][keep], self._seen[:n][keep], self.rows[:n][keep]
+        self.count = left = len(columns[0])
         room = max(_LEAST, 2 * (left + len(new)))
         self._uids, self._seen = np.zeros((2, room), dtype=np.int64)
-        self._rows = np.zeros((room, *self._rows.shape[1:]))
-        self._uids[:left], self._seen[:left], self._rows[:left] = columns
+        self.rows = np.zeros((room, *self.rows.shape[1:]))
+        self._uids[:left], self._seen[:left], self.rows[:left] = columns
 
 
 class AcceptanceHistory:
@@ -115,19 +116,27 @@ class AcceptanceHistory:
         prior: conditional acceptance assumed before anything was seen.
         weight: rounds that the assumption counts for.
         decay: what a round's weight shrinks by each further round in which something was drafted.
+        past: rounds whose survivals are kept as they were, for `past_survival`.
     """
 
-    def __init__(self, gamma: int, prior: float = 0.6, weight: float = 2.0, decay: float = 0.95) -> None:
+    def __init__(
+        self, gamma: int, prior: float = 0.6, weight: float = 2.0, decay: float = 0.95, past: int = 0
+    ) -> None:
         if not 0 < prior < 1:
             raise DSparkError(
                 f"prior must lie between 0 and 1 (new requests are neither hopeless nor perfect), got {prior}"
             )
         if weight <= 0 or not 0 < decay < 1:
             raise DSparkError("weight must be above 0, decay between 0 and 1")
-        self.gamma, self.prior, self.weight, self.decay = gamma, prior, weight, decay
-        self._counts = RequestTable((2, gamma), 0.0)  # reached, passed
-        self._all = np.zeros((2, gamma))
+        self.gamma, self.prior, self.weight, self.decay, self.past = gamma, prior, weight, decay, past
+        initial = np.zeros(
+            (2 + past, gamma)
+        )  # reached, passed, survivals of the last round, of the one before
+        initial[2:] = np.nan
+        self._table = RequestTable(initial)
+        self._all = np.zeros((2, gamma))  # reached and passed of all requests
         self._promised, self._accepted = 0.0, 0.0
+        self._expected: tuple[bytes, np.ndarray] | None = None  # of the last call of `survival`
 
     @property
     def trust(self) -> float:
@@ -137,59 +146,52 @@ class AcceptanceHistory:
     def conditional(self) -> np.ndarray:
         """[gamma] mean conditional acceptance by slot over all requests."""
         estimate, previous = [], self.prior
-        for reached, passed in self._all.T.tolist():
+        for reached, passed in zip(*self._all.tolist(), strict=True):
             previous = (passed + self.weight * previous) / (reached + self.weight)
             estimate.append(previous)
         return np.array(estimate)
 
     def survival(self, uids: np.ndarray) -> np.ndarray:
-        """[R, gamma] expected prefix survival of each request's next block."""
-        counts = self._counts.peek(uids)
-        each = (counts[:, 1] + self.weight * self.conditional()) / (counts[:, 0] + self.weight)
-        alive = np.ascontiguousarray(each.T)  # slot-major, as in `prefix_survival`
-        alive[0] *= self.trust
-        for k in range(1, self.gamma):
-            alive[k] *= alive[k - 1]
-        return np.minimum(alive, 1.0, out=alive).T
+        """[R, gamma] expected prefix survival of each request's next block; to be read only."""
+        asked = uids.tobytes()
+        if self._expected is None or self._expected[0] != asked:
+            at, mean = self._table.find(uids), self.conditional()
+            self._expected = (
+                asked,
+                history_loops.expected(
+                    self._table.rows, at, self._table.idle(at), self.decay, mean, self.weight, self.trust
+                ),
+            )
+        return self._expected[1]
+
+    def past_survival(self, uids: np.ndarray, age: int) -> np.ndarray:
+        """[R, gamma] survivals as they were (age 0: in the last round); what is unknown is taken as expected."""
+        at = self._table.find(uids)
+        old = self._table.rows[at, 2 + age]
+        unknown = np.isnan(old)
+        return np.where(unknown, self.survival(uids), old) if np.count_nonzero(unknown) else old
 
     def observe(
         self,
         uids: np.ndarray,
-        survival: np.ndarray | None,
+        alive: np.ndarray | None,
         drafted: np.ndarray,
         scheduled: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """File a round; one without drafts tells nothing and lets nothing fade."""
-        if not drafted.any():
+        """File a round; one without drafts tells nothing and lets nothing fade.
+
+        `alive` [R, gamma]: survivals as `loops.usable` leaves them, or None without confidences.
+        """
+        if not np.count_nonzero(drafted):
             return
-        if survival is None:
-            new = self._outcomes(scheduled, accepted)
-        else:
-            new = self._promises(prefix_survival(survival)[:, : self.gamma], drafted, scheduled, accepted)
-        at = self._counts.open(uids)
-        self._counts.values[:] *= self.decay
-        self._counts.add(at, new)
-        self._all = self.decay * self._all + new.sum(axis=0)
-
-    def _outcomes(self, scheduled: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """[R, 2, gamma] reached and passed, as it turned out."""
-        new, slots = np.empty((len(scheduled), 2, self.gamma)), np.arange(self.gamma)
-        new[:, 0] = (scheduled[:, None] > slots) & (accepted[:, None] >= slots)
-        new[:, 1] = accepted[:, None] > slots
-        return new
-
-    def _promises(
-        self, a: np.ndarray, drafted: np.ndarray, scheduled: np.ndarray, accepted: np.ndarray
-    ) -> np.ndarray:
-        """[R, 2, gamma] reached and passed as confidences expect; what was scheduled settles the trust in them."""
-        new, slots = np.zeros((len(a), 2, self.gamma)), np.arange(a.shape[1])
-        known = drafted[:, None] > slots
-        width = len(slots)
-        new[:, 1, :width] = a * known
-        new[:, 0, 0] = drafted > 0
-        new[:, 0, 1:width] = a[:, :-1] * known[:, 1:]
-        promised = float((a * (scheduled[:, None] > slots)).sum())
-        self._promised = self.decay * self._promised + promised
-        self._accepted = self.decay * self._accepted + float(accepted.sum())
-        return new
+        table = self._table
+        ages = table.idle(table.find(uids)) + 1
+        at = table.use(uids)
+        self._expected = None
+        if alive is None:
+            history_loops.file_outcomes(table.rows, at, ages, scheduled, accepted, self.decay, self._all)
+            return
+        history_loops.file_promises(table.rows, at, ages, alive, self.decay, self._all)
+        self._promised = self.decay * self._promised + history_loops.promised(alive, scheduled)
+        self._accepted = self.decay * self._accepted + totals(accepted)[1]

@@ -26,17 +26,8 @@ from dspark.schedule.aim import Aim, AimConfig
 from dspark.schedule.base import Dependence, Observer, Policy, ScheduleState, Timed
 from dspark.schedule.cost import CostModel
 from dspark.schedule.feedback import LiveCost
-from dspark.schedule.history import RequestTable
-from dspark.schedule.search import (
-    Curve,
-    Ranking,
-    best_budget,
-    early_stop,
-    fill_upwards,
-    prefix_survival,
-    rank,
-    rate_curve,
-)
+from dspark.schedule.loops import totals, usable, while_at_least
+from dspark.schedule.search import Curve, Ranking, best_budget, early_stop, fill_upwards, rank
 
 __all__ = [
     "Dependence",
@@ -105,12 +96,8 @@ class Threshold:
             if drafted.any():
                 raise DSparkError("a threshold needs a drafter with a confidence head; use another policy")
             return drafted
-        a = prefix_survival(survival)
-        if self.on == "confidence":
-            before = np.concatenate((np.ones((len(a), 1)), a[:, :-1]), axis=1)
-            a = np.divide(a, before, out=np.zeros_like(a), where=before > 0)
-        holds = np.logical_and.accumulate(a >= self.threshold, axis=1)
-        return np.minimum(holds.sum(axis=1), np.minimum(drafted, self.length))
+        alive, _ = usable(np.ascontiguousarray(survival, dtype=np.float64), np.minimum(drafted, self.length))
+        return while_at_least(alive, float(self.threshold), self.on == "confidence")
 
 
 class _Adaptive(ABC):
@@ -125,10 +112,14 @@ class _Adaptive(ABC):
     """
 
     uses_survival = True
+    remembers = 0  # rounds whose survivals the search wants as they were
 
     def __init__(self, gamma: int, cost: CostModel, *, aim: AimConfig | None = None) -> None:
         self.gamma, self.cost = gamma, cost
-        self.aim = Aim(gamma, cost, aim)
+        self.aim = Aim(gamma, cost, aim, remembers=self.remembers)
+        self._seen: tuple[np.ndarray, np.ndarray] | None = (
+            None  # survivals of this round, as given and as usable
+        )
 
     @property
     def warning(self) -> str | None:
@@ -141,9 +132,11 @@ class _Adaptive(ABC):
     def verify_lengths(
         self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
     ) -> np.ndarray:
-        if survival is None or not drafted.any():
+        if survival is None or not np.count_nonzero(drafted):
             return drafted
-        return self._schedule(state, prefix_survival(survival), drafted)
+        ranking = rank(survival, drafted)
+        self._seen = survival, ranking.alive
+        return self._schedule(state, ranking, drafted)
 
     def observe(
         self,
@@ -153,7 +146,11 @@ class _Adaptive(ABC):
         scheduled: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        self.aim.observe(state, survival, drafted, scheduled, accepted)
+        alive, seen, self._seen = None, self._seen, None
+        if survival is not None:
+            alive = seen[1] if seen is not None and seen[0] is survival else rank(survival, drafted).alive
+        self.aim.observe(state, alive, drafted, scheduled, accepted)
+        self.aim.forget_prices()
 
     def timed(
         self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
@@ -161,15 +158,16 @@ class _Adaptive(ABC):
         """Let prices that follow the machine learn what the round took."""
         if isinstance(self.cost, LiveCost):
             self.cost.observe(state, drafted, scheduled, draft_s, step_s)
+            self.aim.forget_prices()
 
     @abstractmethod
-    def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+    def _schedule(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> np.ndarray:
         """Scheduled lengths [R] where there are drafts with confidences."""
 
     def _curve(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> Curve:
-        paid = state.modelled(drafted)
-        spent = self.cost.draft_seconds(int(np.count_nonzero(paid)), int(paid.sum()))
-        return rate_curve(ranking, state, self.cost, spent)
+        spent = self.cost.draft_price(*totals(state.modelled(drafted)))
+        seconds = self.aim.seconds(state, len(ranking))[: len(ranking) + 1]
+        return Curve(ranking, state.outputs, seconds + spent)
 
 
 class PrefixScheduler(_Adaptive):
@@ -203,10 +201,9 @@ class PrefixScheduler(_Adaptive):
             raise DSparkError(f"sizes must increase, got {list(sizes)}")
         self.min_gain, self.sizes = min_gain, sizes
 
-    def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-        ranking = rank(survival, drafted)
+    def _schedule(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> np.ndarray:
         budget = early_stop(self._curve(state, ranking, drafted), self.min_gain)
-        return ranking.lengths(fill_upwards(budget, state.query_tokens, len(ranking.rows), self.sizes))
+        return ranking.lengths(fill_upwards(budget, state.query_tokens, len(ranking), self.sizes))
 
 
 class GlobalScheduler(_Adaptive):
@@ -218,8 +215,7 @@ class GlobalScheduler(_Adaptive):
 
     dependence = Dependence.LIVE
 
-    def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-        ranking = rank(survival, drafted)
+    def _schedule(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> np.ndarray:
         return ranking.lengths(best_budget(self._curve(state, ranking, drafted)))
 
 
@@ -230,9 +226,15 @@ class LaggedScheduler(_Adaptive):
     With `ranks="current"` the top candidates of the current block take it: which is lossless, as a candidate's
     rank depends on what precedes it. With `ranks="previous"` last round's survivals fix the lengths. Slots that a
     request has no past for are taken at its expected survival: 1.0 is never assumed.
+
+    Args:
+        ranks: whose survivals share the budget out.
+        sample: requests that one old round is enough of. With fewer, it tells little of the next round (one block
+            of one request is a draw of luck), and the budget rests on all past rounds, on expected survivals.
     """
 
     dependence = Dependence.LAGGED
+    remembers = 2
 
     def __init__(
         self,
@@ -240,46 +242,28 @@ class LaggedScheduler(_Adaptive):
         cost: CostModel,
         *,
         ranks: Literal["current", "previous"] = "current",
+        sample: int = 8,
         aim: AimConfig | None = None,
     ) -> None:
         super().__init__(gamma, cost, aim=aim)
         if ranks not in ("current", "previous"):
             raise DSparkError(f"ranks must be current or previous, got {ranks!r}")
-        self.ranks = ranks
-        self._past = RequestTable((2, gamma), np.nan)  # survivals of the last and the last but one round
+        self.ranks, self.sample = ranks, sample
 
     def budget(self, state: ScheduleState, drafted: np.ndarray) -> int:
         """Drafts to verify in all, from survivals two rounds old."""
-        ranking = rank(self._old_survival(state, 1), drafted)
-        return best_budget(self._curve(state, ranking, drafted))
+        older = rank(self._older(state), drafted)
+        return best_budget(self._curve(state, older, drafted))
 
-    def observe(
-        self,
-        state: ScheduleState,
-        survival: np.ndarray | None,
-        drafted: np.ndarray,
-        scheduled: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
-        super().observe(state, survival, drafted, scheduled, accepted)
-        if survival is None or not drafted.any():
-            return
-        a = prefix_survival(survival)[:, : self.gamma]
-        newest = np.full((len(a), self.gamma), np.nan)
-        newest[:, : a.shape[1]] = np.where(np.arange(a.shape[1]) < drafted[:, None], a, np.nan)
-        has = drafted > 0
-        at = self._past.open(state.uids)[has]
-        self._past.values[at, 1] = self._past.values[at, 0]
-        self._past.values[at, 0] = newest[has]
+    def _older(self, state: ScheduleState) -> np.ndarray:
+        """[R, gamma] survivals that the budget rests on."""
+        history = self.aim.history
+        if state.num_requests < self.sample:
+            return history.survival(state.uids)
+        return history.past_survival(state.uids, 1)
 
-    def _schedule(self, state: ScheduleState, survival: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-        newer = survival if self.ranks == "current" else self._old_survival(state, 0)
-        return rank(newer, drafted).lengths(self.budget(state, drafted))
-
-    def _old_survival(self, state: ScheduleState, age: int) -> np.ndarray:
-        """[R, gamma]; age 0 is the last round's."""
-        old = self._past.peek(state.uids)[:, age]
-        unknown = np.isnan(old)
-        if not unknown.any():
-            return old
-        return prefix_survival(np.where(unknown, self.aim.history.survival(state.uids), old))
+    def _schedule(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> np.ndarray:
+        newer = ranking
+        if self.ranks == "previous":
+            newer = rank(self.aim.history.past_survival(state.uids, 0), drafted)
+        return newer.lengths(self.budget(state, drafted))

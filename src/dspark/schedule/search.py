@@ -3,14 +3,18 @@
 A candidate (r, j) is draft j + 1 of request r. Candidates are ranked by survival, ties by earlier slot, then by
 request, so every prefix of the ranking holds prefixes of the rows, and a row's later confidences can move nothing
 that is ranked before them. `reference.py` holds the same functions as plain loops.
+
+A search needs the *sorted* survivals alone; who is admitted then follows from the last one admitted. So nothing is
+ranked one by one: the values are sorted, and `loops.py` does the rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
 
 import numpy as np
 
+from dspark.schedule import loops
 from dspark.schedule.base import ScheduleState
 from dspark.schedule.cost import CostModel
 
@@ -18,37 +22,64 @@ __all__ = [
     "Curve",
     "Ranking",
     "best_budget",
+    "best_to_draft",
+    "decoding_curve",
     "decoding_seconds",
     "early_stop",
     "fill_upwards",
-    "prefix_survival",
     "rank",
     "rate_curve",
 ]
 
-_SMALL = 2048  # below this numpy's stable sort is the faster one
 
-
-@dataclass(frozen=True)
 class Ranking:
-    """Candidates in order of admission."""
+    """Candidates in order of admission.
 
-    rows: np.ndarray  # [N] int64 request
-    slots: np.ndarray  # [N] int64 slot, 0-based
-    survival: np.ndarray  # [N] float64, non-increasing
-    num_requests: int
+    Args:
+        alive: [R, gamma] survivals as `loops.usable` leaves them.
+        candidates: how many there are, N.
+    """
+
+    __slots__ = ("alive", "ascending", "candidates")
+
+    def __init__(self, alive: np.ndarray, candidates: int) -> None:
+        self.alive, self.candidates = alive, candidates
+        self.ascending = alive.flatten()  # what is no candidate comes first
+        self.ascending.sort()
+
+    def __len__(self) -> int:
+        return self.candidates
+
+    @property
+    def survival(self) -> np.ndarray:
+        """[N] non-increasing."""
+        return self.ascending[::-1][: self.candidates]
+
+    @property
+    def order(self) -> tuple[np.ndarray, np.ndarray]:
+        """[N] requests and [N] slots, both 0-based."""
+        by_slot = self.alive.T.ravel()
+        order = np.argsort(-by_slot, kind="stable")[: self.candidates]
+        slots, rows = np.divmod(order, len(self.alive) or 1)
+        return rows, slots
 
     def lengths(self, budget: int) -> np.ndarray:
         """[R] int64: drafts of each request among the first `budget` candidates."""
-        return np.bincount(self.rows[:budget], minlength=self.num_requests)
+        return loops.lengths(self.alive, self.ascending, budget)
 
 
-@dataclass(frozen=True)
 class Curve:
-    """Expected output and time of a round by budget K = 0..N."""
+    """Expected output and time of a round by budget K = 0..N; `outputs` without any draft, `seconds` [N + 1]."""
 
-    tokens: np.ndarray  # [N + 1] tau
-    seconds: np.ndarray  # [N + 1]
+    __slots__ = ("outputs", "ranking", "seconds")
+
+    def __init__(self, ranking: Ranking, outputs: int, seconds: np.ndarray) -> None:
+        self.ranking, self.outputs, self.seconds = ranking, outputs, seconds
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[N + 1] tau."""
+        return np.cumsum(np.append(float(self.outputs), self.ranking.survival))
 
     @property
     def rate(self) -> np.ndarray:
@@ -56,52 +87,46 @@ class Curve:
         return self.tokens / self.seconds
 
 
-def prefix_survival(survival: np.ndarray) -> np.ndarray:
-    """[R, gamma] float64 in 0..1 and non-increasing along a row, each slot from itself and those before it.
-
-    NaN counts as 0: a slot without a usable confidence is never verified.
-    """
-    slots = np.array(survival.T, dtype=np.float64, order="C")  # slot-major: as `rank` wants it
-    np.fmin(np.fmax(slots, 0.0, out=slots), 1.0, out=slots)
-    for k in range(1, len(slots)):
-        np.minimum(slots[k], slots[k - 1], out=slots[k])
-    return slots.T
-
-
 def rank(survival: np.ndarray, drafted: np.ndarray) -> Ranking:
-    """Sort the drafted candidates. `survival` [R, gamma] as `prefix_survival` leaves it, drafted [R] <= gamma."""
-    R, gamma = survival.shape
-    flat = np.flatnonzero(np.arange(gamma)[:, None] < drafted)  # slot-major: ties keep slot, then request
-    a = survival.T.ravel()[flat]
-    order = _stable_descending(a)
-    slots, rows = np.divmod(flat[order], max(R, 1))
-    return Ranking(rows, slots, a[order], R)
+    """Sort the drafted candidates: [R, gamma] survivals, drafted [R] <= gamma.
+
+    A survival counts as at most 1 and at most the one before it, so each slot rests on itself and those before; NaN
+    counts as 0: a slot without a usable confidence is never verified.
+    """
+    return Ranking(
+        *loops.usable(np.ascontiguousarray(survival, dtype=np.float64), np.ascontiguousarray(drafted))
+    )
 
 
-def rate_curve(
-    ranking: Ranking, state: ScheduleState, cost: CostModel, draft_seconds: np.ndarray | float
-) -> Curve:
-    """`draft_seconds` of the round: one number, or [N + 1] where drafting is still to be decided."""
-    tokens = np.empty(len(ranking.survival) + 1)
-    tokens[0], tokens[1:] = state.outputs, ranking.survival
-    np.cumsum(tokens, out=tokens)
-    return Curve(tokens, decoding_seconds(state, cost, np.arange(len(tokens))) + draft_seconds)
+def rate_curve(ranking: Ranking, state: ScheduleState, cost: CostModel, draft_seconds: float) -> Curve:
+    """`draft_seconds` of the round, which is drafted."""
+    return Curve(ranking, state.outputs, decoding_curve(state, cost, len(ranking)) + draft_seconds)
 
 
-def decoding_seconds(state: ScheduleState, cost: CostModel, budget: np.ndarray | int) -> np.ndarray:
-    """What a pass with `budget` drafts costs beyond its prompts.
+def decoding_curve(state: ScheduleState, cost: CostModel, most: int) -> np.ndarray:
+    """[most + 1] what a pass with 0, 1, ... drafts costs beyond its prompts.
 
     A prompt has to be processed once whatever is drafted, so its seconds belong to no schedule. In the denominator
     of Theta they would make every draft look nearly free: faster rounds would seem to spread them over more tokens,
     but the answers end sooner, the next prompts come sooner, and a token bears as much of them as before.
     """
-    R, rows, context = state.num_requests, state.query_tokens, state.context
-    seconds = cost.step_seconds(R, rows + budget, context)
+    seconds = cost.step_curve(state.num_requests, state.query_tokens, most + 1, state.context)
+    prompts = _prompt_seconds(state, cost)
+    return seconds - prompts if prompts > 0 else seconds
+
+
+def decoding_seconds(state: ScheduleState, cost: CostModel, budget: int) -> float:
+    """One value of `decoding_curve`."""
+    seconds = cost.step_price(state.num_requests, state.query_tokens + budget, state.context)
+    return seconds - _prompt_seconds(state, cost)
+
+
+def _prompt_seconds(state: ScheduleState, cost: CostModel) -> float:
+    R, rows, decoding = state.num_requests, state.query_tokens, state.outputs
     if rows == R:
-        return seconds
-    decoding = state.outputs
-    alone = cost.step_seconds(decoding, decoding, state.decoding_context)
-    return seconds - np.maximum(cost.step_seconds(R, rows, context) - alone, 0.0)
+        return 0.0
+    alone = cost.step_price(decoding, decoding, state.decoding_context)
+    return max(cost.step_price(R, rows, state.context) - alone, 0.0)
 
 
 def early_stop(curve: Curve, min_gain: float = 0.0) -> int:
@@ -110,16 +135,31 @@ def early_stop(curve: Curve, min_gain: float = 0.0) -> int:
     With `min_gain` g a token counts 1 / (1 + g) in the test: it must bring (1 + g) times what its time is worth
     at the present rate. As part of the stop test this keeps the decision CAUSAL.
     """
-    tokens, seconds = curve.tokens, curve.seconds
-    gains = tokens[1:] - tokens[:-1]
-    after = tokens[1:] if min_gain == 0 else tokens[:-1] + gains / (1 + min_gain)
-    improves = after / seconds[1:] > tokens[:-1] / seconds[:-1]
-    return len(improves) if improves.all() else int(improves.argmin())
+    ranking = curve.ranking
+    return loops.early_stop(
+        ranking.ascending, len(ranking), float(curve.outputs), curve.seconds, float(min_gain)
+    )
 
 
 def best_budget(curve: Curve) -> int:
     """Unconstrained search: the smallest budget of the largest Theta."""
-    return int(curve.rate.argmax())
+    ranking = curve.ranking
+    return loops.most_rate(ranking.ascending, len(ranking), float(curve.outputs), curve.seconds)
+
+
+def best_to_draft(
+    survival: np.ndarray, room: np.ndarray, outputs: int, seconds: np.ndarray, cost: CostModel
+) -> tuple[np.ndarray, int, int, float]:
+    """Where drafting is still to be decided: [R] lengths of the best budget of at least 1.
+
+    And that budget, how many requests have some of it, and its expected tokens. `survival` [R, gamma] expected,
+    `seconds` [sum of room + 1] of the pass by budget.
+    """
+    ranking = Ranking(*loops.mark_first_slots(survival, room))
+    budget, requests, tokens = loops.best_to_draft(
+        ranking.ascending, len(ranking), float(outputs), seconds, cost.draft_terms
+    )
+    return ranking.lengths(budget), budget, requests, tokens
 
 
 def fill_upwards(budget: int, query_tokens: int, candidates: int, sizes: tuple[int, ...]) -> int:
@@ -128,18 +168,5 @@ def fill_upwards(budget: int, query_tokens: int, candidates: int, sizes: tuple[i
     How many are added depends on the budget alone, and the next in rank are taken, so CAUSAL remains CAUSAL.
     NOTE: rounding *down* does not: it withdraws an admitted draft because of tokens admitted behind it.
     """
-    index = int(np.searchsorted(sizes, query_tokens + budget))
-    return budget if index == len(sizes) else min(int(sizes[index]) - query_tokens, candidates)
-
-
-def _stable_descending(a: np.ndarray) -> np.ndarray:
-    """argsort of -a, equal elements in order of index."""
-    if len(a) <= _SMALL:
-        return np.argsort(-a, kind="stable")
-    order = np.argsort(-a)  # several times faster than the stable kind; ties are put right below
-    ordered = a[order]
-    fresh = ordered[1:] != ordered[:-1]
-    if fresh.all():
-        return order
-    group = np.concatenate(([0], np.cumsum(fresh)))
-    return np.sort((group << 32) | order) & 0xFFFFFFFF
+    index = bisect_left(sizes, query_tokens + budget)
+    return budget if index == len(sizes) else min(sizes[index] - query_tokens, candidates)

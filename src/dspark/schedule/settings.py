@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from dspark.compilation import told_once
 from dspark.errors import DSparkError
 from dspark.schedule.auto import AutoScheduler
-from dspark.schedule.cost import CostModel
+from dspark.schedule.base import ScheduleState
+from dspark.schedule.cost import CostModel, TableCost
 from dspark.schedule.feedback import LiveCost
 from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
 from dspark.schedule.policies import (
@@ -22,7 +27,7 @@ from dspark.schedule.policies import (
 )
 from dspark.schedule.survival import Calibrate
 
-__all__ = ["ScheduleSettings", "build_policy", "split_config"]
+__all__ = ["ScheduleSettings", "build_policy", "compile_schedulers", "split_config"]
 
 _SCHEDULERS: dict[str, type[PrefixScheduler | GlobalScheduler | LaggedScheduler]] = {
     "prefix": PrefixScheduler,
@@ -99,13 +104,36 @@ def split_config(config: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | 
 def build_policy(
     settings: ScheduleSettings, gamma: int, cost: Callable[[], CostModel], report: Callable[[str], None]
 ) -> Policy:
-    """The policy for blocks of `gamma` drafts; `cost` is asked for prices only where they are needed."""
+    """The policy for blocks of `gamma` drafts; `cost` is asked for prices only where they are needed.
+
+    Its loops are compiled here rather than under the first request.
+    """
     if gamma == 0 or settings.policy == "fixed":
         return FixedLength(gamma)
     if settings.policy == "threshold":
         assert settings.threshold is not None
+        compile_schedulers(report)
         return Threshold(gamma, settings.threshold)
     prices = cost()
     if prices.warning is not None:
         report(prices.warning)
+    compile_schedulers(report)
     return _SCHEDULERS[settings.policy](gamma, LiveCost(prices))
+
+
+def compile_schedulers(report: Callable[[str], None] = lambda message: None) -> None:
+    """Take every policy through made-up rounds: compiles its loops, or loads them from Numba's cache.
+
+    `report` gets a line before the one compilation that a new version or processor needs.
+    """
+    cost, gamma, one = TableCost((1, 8), (1.0, 2.0)), 2, np.ones(1, dtype=np.int64)
+    with told_once(Path(__file__).parent, "compiling the scheduler, once (a few seconds) ...", report):
+        threshold = Threshold(gamma, 0.5)
+        policies = [kind(gamma, LiveCost(cost)) for kind in _SCHEDULERS.values()]
+        for looks, survival in product((True, False), (np.full((1, gamma), 0.9), None)):
+            state = ScheduleState(one, one, one, one, one > 0, np.full(1, looks))
+            threshold.verify_lengths(state, survival, one if survival is not None else one - one)
+            for policy in policies:
+                policy.draft_lengths(state)
+                policy.observe(state, survival, one, policy.verify_lengths(state, survival, one), one)
+                policy.timed(state, one, one, 1e-3, 1e-3)

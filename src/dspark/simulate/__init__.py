@@ -14,7 +14,13 @@ from dspark.simulate.machines import MACHINES, Machine, machine, read_cost
 from dspark.simulate.metrics import Summary, summarise
 from dspark.simulate.policies import POLICY_NAMES, policy_factory
 from dspark.simulate.presets import PRESETS, acceptance
-from dspark.simulate.recording import StepRecorder, read_steps, record_steps, write_steps
+from dspark.simulate.recording import (
+    StepRecorder,
+    read_steps,
+    record_closed_loop,
+    record_steps,
+    write_steps,
+)
 from dspark.simulate.rounds import RecordedRounds, read_rounds
 from dspark.simulate.server import Limits
 from dspark.simulate.simulation import Scenario, run
@@ -61,6 +67,7 @@ __all__ = [
     "read_rounds",
     "read_steps",
     "read_trace",
+    "record_closed_loop",
     "record_steps",
     "run",
     "summarise",

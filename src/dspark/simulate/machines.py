@@ -91,7 +91,7 @@ def machine(name: str) -> Machine:
 
 
 def read_cost(path: str | Path) -> TableCost | AdditiveCost:
-    """Prices from JSON: SGLang's or TensorRT-LLM's (without draft and context costs), or
+    """Prices from JSON: a profile of `dspark profile`, SGLang's or TensorRT-LLM's (without draft and context), or
 
         {"tokens": [...], "seconds": [...], "executed": false,
          "draft": {"base": s, "per_request": s, "per_draft": s},
@@ -108,6 +108,8 @@ def read_cost(path: str | Path) -> TableCost | AdditiveCost:
         raise DSparkError(f"cannot read the cost file {path}: {error}") from None
     if not isinstance(table, dict):
         raise DSparkError(f"{path}: expected a JSON object")
+    if table.get("format") == "dspark-cost-profile":
+        return _own(_profiled(table, path), str(path))
     if "token_counts" in table:
         return from_tensorrt_llm(table)
     if "bias_seconds" in table or "sample_batch_tokens" in table:
@@ -118,17 +120,25 @@ def read_cost(path: str | Path) -> TableCost | AdditiveCost:
     return _own(table, str(path))
 
 
-def _own(table: dict[str, Any], path: str) -> TableCost:
-    unknown = table.keys() - {"tokens", "seconds", "executed", "draft", "context", "source"}
+def _profiled(table: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """The prices that a profile states beside its samples."""
+    cost = table.get("cost")
+    if not isinstance(cost, dict) or "tokens" not in cost:
+        raise DSparkError(f"{path}: this profile states no prices; measure again with dspark profile")
+    return {key: value for key, value in cost.items() if key != "warning"}
+
+
+def _own(table: dict[str, Any], path: str) -> TableCost | AdditiveCost:
+    known = {"tokens", "seconds", "executed", "draft", "context", "source", "requests", "alpha"}
+    unknown = table.keys() - known
     if unknown:
         raise DSparkError(f"{path}: unknown key {sorted(unknown)[0]!r}")
     try:
-        return TableCost(
-            tuple(int(t) for t in table["tokens"]),
-            tuple(float(s) for s in table["seconds"]),
-            bool(table.get("executed", False)),
-            DraftCost(**table.get("draft", {})),
-            ContextCost(**table.get("context", {})),
-        )
-    except (TypeError, ValueError) as error:
+        tokens, seconds = tuple(map(int, table["tokens"])), tuple(map(float, table["seconds"]))
+        draft, context = DraftCost(**table.get("draft", {})), ContextCost(**table.get("context", {}))
+        if "requests" in table:
+            requests, alpha = tuple(map(int, table["requests"])), tuple(map(float, table["alpha"]))
+            return AdditiveCost(0.0, requests, alpha, tokens, seconds, draft, context)
+        return TableCost(tokens, seconds, bool(table.get("executed", False)), draft, context)
+    except (TypeError, ValueError, KeyError) as error:
         raise DSparkError(f"{path}: {error}") from None

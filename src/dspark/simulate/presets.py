@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dspark.errors import DSparkError
 from dspark.simulate.acceptance import Acceptance, Confidence, Domain, SyntheticAcceptance
-from dspark.simulate.rounds import read_rounds
+from dspark.simulate.rounds import read_rounds, recorded_temperatures
 
 __all__ = ["PRESETS", "Preset", "acceptance"]
 
@@ -57,8 +57,12 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def acceptance(name: str, gamma: int | None, confidence: Confidence) -> tuple[Acceptance, str]:
+def acceptance(
+    name: str, gamma: int | None, confidence: Confidence, greedy: bool = False
+) -> tuple[Acceptance, str]:
     """A preset with `gamma` slots (None: as measured), or the recorded rounds of a file; and where it comes from.
+
+    `greedy`: of a file that tells temperatures, the rounds at temperature 0 alone.
 
     Raises:
         DSparkError: no such preset or file, or an option that recorded rounds cannot honour.
@@ -72,7 +76,7 @@ def acceptance(name: str, gamma: int | None, confidence: Confidence) -> tuple[Ac
         raise DSparkError(
             f"no acceptance {name!r}: choose {', '.join(PRESETS)}, or give a file of recorded rounds"
         )
-    rounds = read_rounds(name)
+    rounds = read_rounds(name, 0.0 if greedy and 0.0 in recorded_temperatures(name) else None)
     if gamma not in (None, rounds.gamma):
         raise DSparkError(f"{name} holds blocks of {rounds.gamma} drafts: leave --gamma out, or record again")
     if not confidence.perfect or not confidence.available:

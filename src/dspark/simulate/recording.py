@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,14 @@ from dspark.errors import DSparkError
 from dspark.schedule.base import Policy, ScheduleState
 from dspark.schedule.forward import ForwardingPolicy
 
-__all__ = ["StepRecorder", "StepRecords", "read_steps", "record_steps", "write_steps"]
+__all__ = [
+    "StepRecorder",
+    "StepRecords",
+    "read_steps",
+    "record_closed_loop",
+    "record_steps",
+    "write_steps",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +128,41 @@ def record_steps(
             "no step was recorded: give the recorder to the engine as its policy, and add requests"
         )
     return _records(rows)
+
+
+def record_closed_loop(
+    engine: SteppingEngine,
+    recorder: StepRecorder,
+    requests: Iterable[Callable[[], object]],
+    users: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepRecords:
+    """Steps of `users` users who send one request behind the other, as long as none of them is out of requests.
+
+    `requests`: each adds one to the engine when it is called.
+
+    Raises:
+        DSparkError: as `record_steps`.
+    """
+    waiting, steps, full = iter(requests), 0, 0
+
+    def send() -> bool:
+        add = next(waiting, None)
+        if add is not None:
+            add()
+        return add is not None
+
+    def between(events: list[Any]) -> None:
+        nonlocal steps, full
+        steps += recorder.held is not None
+        for event in events:
+            if event.output is not None and not send() and not full:
+                full = steps
+
+    for _ in range(users):
+        send()
+    records = record_steps(engine, recorder, between, clock)
+    return records[: full or len(records)]
 
 
 def write_steps(records: StepRecords, path: str | Path) -> None:

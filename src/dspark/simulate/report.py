@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dspark.simulate.capacity import Capacity, ServiceTarget
+from dspark.simulate.hindsight import Comparison
 from dspark.simulate.intervals import Interval
 from dspark.simulate.metrics import METRICS
 from dspark.simulate.sweep import Cell, paired_ratio, speed_at_throughput, throughput_at_speed
@@ -112,6 +113,41 @@ def validation_markdown(prices: Prediction, runs: Mapping[str, RunValidation], t
     )
     head = ["", "measured tokens/s", "predicted tokens/s", "error", f"within {tolerance:.0%}"]
     return f"{_table(head, rows)}\n\n{note}\n"
+
+
+def hindsight_markdown(comparison: Comparison, title: str) -> str:
+    """One row a load: the best arms in hindsight, and each policy beside them."""
+    names = tuple(comparison.loads[0].policies)
+    rows = []
+    for load in comparison.loads:
+        row = [str(load.users), f"{load.arms['plain']:.0f}"]
+        for best in (load.best_of("fixed"), load.best_of("threshold")):
+            row.append(f"{load.arms[best]:.0f} ({best})")
+        row += [f"{load.policies[name]:.0f} ({-load.distance(name):+.1%})" for name in names]
+        rows.append(row)
+    over_all = ["all", "1.000"]
+    for kind in ("fixed", "threshold"):
+        best = max(comparison.arms(kind), key=comparison.over_all)
+        over_all.append(f"{comparison.over_all(best):.3f} ({best})")
+    rows.append(over_all + [f"{comparison.over_all(name):.3f}" for name in names])
+    head = ["users", "plain, tokens/s", "best fixed", "best threshold", *names]
+    verdicts = [
+        f"{name}: at worst {comparison.worst(name):.1%} behind the best of a load, and over all loads "
+        + ("faster than every fixed length" if comparison.beats_every_fixed(name) else "NOT the fastest")
+        for name in names
+    ]
+    note = "In brackets: against the best of both at that load. all: geometric means over plain decoding."
+    verified = _verified_markdown(comparison, names[-1])
+    return f"{title}\n\n{_table(head, rows)}\n\n{note}\n\n- " + "\n- ".join(verdicts) + f"\n\n{verified}\n"
+
+
+def _verified_markdown(comparison: Comparison, name: str) -> str:
+    domains = tuple(comparison.loads[0].verified[name])
+    rows = [
+        [str(load.users), *(f"{load.verified[name].get(domain, 0.0):.2f}" for domain in domains)]
+        for load in comparison.loads
+    ]
+    return f"Drafts that {name} has verified, a request and round:\n\n" + _table(["users", *domains], rows)
 
 
 def sweep_csv(cells: Sequence[Cell], confidence: float) -> str:

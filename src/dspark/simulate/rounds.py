@@ -28,7 +28,7 @@ import numpy as np
 from dspark.errors import DSparkError
 from dspark.simulate.acceptance import AcceptanceState, Block
 
-__all__ = ["RecordedRounds", "read_rounds"]
+__all__ = ["RecordedRounds", "read_rounds", "recorded_temperatures"]
 
 ANY = "any"  # domain of rounds that name none: it serves every request
 
@@ -104,15 +104,15 @@ class _Replayed:
         return Block(survival, self._accepted[rows])
 
 
-def read_rounds(path: str | Path) -> RecordedRounds:
-    """Rounds from an .npz, .jsonl or .safetensors file.
+def read_rounds(path: str | Path, temperature: float | None = None) -> RecordedRounds:
+    """Rounds from an .npz, .jsonl or .safetensors file; of the last, those at `temperature` alone if it is given.
 
     Raises:
         DSparkError: no such file, another format, a key is missing, or censored rounds.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        return _from_calibration(path)
+        return _from_calibration(path, temperature)
     try:
         columns = _from_npz(path) if path.suffix == ".npz" else _from_lines(path)
     except (OSError, UnicodeDecodeError, zipfile.BadZipFile, ValueError) as error:
@@ -125,11 +125,27 @@ def read_rounds(path: str | Path) -> RecordedRounds:
         raise DSparkError(f"{path}: {error}") from None
 
 
-def _from_calibration(path: Path) -> RecordedRounds:
+def recorded_temperatures(path: str | Path) -> tuple[float, ...]:
+    """The temperatures of a .safetensors file's answers; empty where the file does not tell.
+
+    Raises:
+        DSparkError: no such file, or another format.
+    """
+    if Path(path).suffix != ".safetensors":
+        return ()
+    from dspark.calibrate.rounds import load_rounds
+
+    return tuple(sorted({answer.temperature for answer in load_rounds(Path(path)).answers}))
+
+
+def _from_calibration(path: Path, temperature: float | None) -> RecordedRounds:
     from dspark.calibrate.rounds import load_rounds
 
     collected = load_rounds(path)
-    full = collected.select(collected.lengths == collected.source.gamma)
+    keep = collected.lengths == collected.source.gamma
+    if temperature is not None:
+        keep &= collected.column("temperature") == temperature
+    full = collected.select(keep)
     confidence = 1 / (1 + np.exp(-full.logits.astype(np.float64)))
     return RecordedRounds(
         collected.source.gamma, full.accepted, confidence, full.answer, full.column("domain")

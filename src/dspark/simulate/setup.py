@@ -57,7 +57,7 @@ class Setup:
         if args.seeds < 1 or not 0.5 <= args.confidence < 1:
             raise DSparkError("--seeds must be 1 or more, and --confidence at least 0.5 and below 1")
         quality = Confidence(args.confidence_noise, args.confidence_scale, available=not args.no_confidence)
-        drafts, source = acceptance(args.acceptance, args.gamma, quality)
+        drafts, source = acceptance(args.acceptance, args.gamma, quality, args.greedy)
         prices = machine(args.machine)
         beliefs = machine(args.policy_costs) if args.policy_costs else prices
         lengths = Lengths.parse(args.prompt_tokens), Lengths.parse(args.output_tokens)

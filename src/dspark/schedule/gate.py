@@ -1,0 +1,160 @@
+"""Whether to draft at all: a gate with trials, and the verdict of what drafted rounds brought."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dspark.errors import DSparkError
+
+__all__ = ["AimConfig", "DraftGate", "Realised"]
+
+_LOOK = 8  # rounds without drafts from one estimate to the next
+_SUPPOSED = 2  # rounds that the scatter of gains rests on before there are any
+_YOUNG = 30  # rounds behind which the doubt in a verdict has shrunk to 1.4 times what it is in the long run
+_FIRST = (
+    8  # times `exploration` may be spent on the first retry, half as much on the next: it knows little yet
+)
+
+
+@dataclass(frozen=True)
+class AimConfig:
+    """`hysteresis`: gain needed to switch drafting on again; it goes off where plain decoding is shown to be faster.
+
+    Drafting is tried for `trial_rounds` at the start, and again after `retry_after` rounds without it; each trial
+    in vain doubles the wait, up to `retry_at_most`. The wait is never shorter than what a trial cost (in rounds of
+    plain decoding, until drafting was off again) over `exploration`, so that trials in vain take that share of the
+    time in the long run. No trial is made where it could not pay even if every draft were accepted with probability
+    `hope`. What drafted rounds brought is remembered with `memory` a round (longer than the history: it settles
+    whether to draft, not how much) and judged with `doubt` standard errors in favour of drafting: rounds without
+    drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon found out.
+    """
+
+    prior: float = 0.6
+    weight: float = 2.0
+    decay: float = 0.95
+    hysteresis: float = 0.03
+    trial_rounds: int = 8
+    retry_after: int = 64
+    retry_at_most: int = 1024
+    exploration: float = 0.01
+    hope: float = 0.9
+    memory: float = 0.995
+    doubt: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("hysteresis", "doubt"):
+            if getattr(self, name) < 0:
+                raise DSparkError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("hope", "memory", "exploration"):
+            if not 0 < getattr(self, name) < 1:
+                raise DSparkError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
+        if self.trial_rounds < 1 or not 1 <= self.retry_after <= self.retry_at_most:
+            raise DSparkError(
+                "trial_rounds must be 1 or more, and retry_after between 1 and retry_at_most: drafting that is "
+                "never tried again stays off for ever"
+            )
+
+
+class DraftGate:
+    """Whether to draft at all, with a memory, counted in rounds."""
+
+    def __init__(self, config: AimConfig) -> None:
+        self._config = config
+        self._trial, self._off, self._wait = config.trial_rounds, 0, config.retry_after
+        self._lasted = 0  # drafted rounds since the last trial
+        self._lost = 0.0  # since the last trial began, in rounds of plain decoding
+        self.on = True
+
+    @property
+    def trying(self) -> bool:
+        """A trial is due or under way: draft, whatever the estimate says."""
+        return self._trial > 0 or (self._off > 0 and self._off >= self._patience)
+
+    @property
+    def resting(self) -> bool:
+        """Off, and not to be asked in this round: an estimate costs time in a round that is to cost none.
+
+        A trial that is due waits for the next look, too: where none can pay, each round would ask again.
+        """
+        return not self.on and self._off % _LOOK > 0
+
+    @property
+    def _patience(self) -> float:
+        config = self._config
+        share = config.exploration * max(1.0, _FIRST * config.retry_after / self._wait)
+        return max(self._wait, self._lost / share)
+
+    def passes(self, gain: float) -> bool:
+        """`gain`: expected tokens per second with drafts, over those without."""
+        return self.trying or gain > (1.0 if self.on else 1 + self._config.hysteresis)
+
+    def observe(self, wanted: bool, drafted: bool, lost: float = 0.0) -> None:
+        """File a round in which drafting was possible; one whose drafter had nothing to say tells nothing.
+
+        `lost`: rounds of plain decoding that the time would have been worth, less what it brought in such rounds.
+        """
+        config = self._config
+        if wanted and not drafted:
+            return
+        if not wanted:
+            self.on = False
+            self._off += 1
+            return
+        if self._off > 0 and self._off >= self._patience:
+            self._trial, self._lasted, self._lost = config.trial_rounds, 0, 0.0
+            self._wait = min(2 * self._wait, config.retry_at_most)
+        elif self._trial == 0:
+            self._lasted += 1
+        self._lost = max(0.0, self._lost + lost)
+        if self._lasted >= config.retry_after:  # it goes on for long without a trial: it pays
+            self._wait, self._lost = config.retry_after, 0.0
+        self._trial, self._off, self.on = max(0, self._trial - 1), 0, True
+
+
+class Realised:
+    """What drafted rounds brought over plain decoding: a ratio of decayed sums, with its standard error."""
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._sums = (0.0,) * 7  # of w, w^2, and by w: tokens, their plain worth, their squares and product
+
+    def add(self, tokens: float, plain_worth: float) -> None:
+        """File a round. `plain_worth`: tokens that plain decoding decides in the seconds it took."""
+        t, b = tokens, plain_worth
+        m, (w, w2, ts, bs, tt, tb, bb) = self._memory, self._sums
+        tokens_and_worth = m * ts + t, m * bs + b, m * tt + t * t, m * tb + t * b, m * bb + b * b
+        self._sums = m * w + 1.0, m * m * w2 + 1.0, *tokens_and_worth
+
+    @property
+    def gain(self) -> float:
+        """Tokens over their plain worth; 0 where nothing is known."""
+        return self._sums[2] / self._sums[3] if self._sums[3] > 0 else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of the gain (of a ratio of means, rounds taken as independent).
+
+        A few rounds that went alike by chance do not make it 0: `_SUPPOSED` rounds that scatter as counts do, with
+        the mean for a variance, are supposed beside them.
+        """
+        w, w2, t, b, tt, tb, bb = self._sums
+        if b <= 0:
+            return 0.0
+        g = self.gain
+        spread = (max(tt - 2 * g * tb + g * g * bb, 0.0) + _SUPPOSED * t / w) / (w + _SUPPOSED)
+        return math.sqrt(spread * w2) / b
+
+    def at_best(self, doubt: float) -> float:
+        """The gain, `doubt` standard errors up; more of them while it is young.
+
+        It is asked in every round, and one look below 1 is enough: with one standard error all along, a gain of a
+        few percent would be given up by chance within the first fifty rounds.
+        """
+        w = self._sums[0]
+        return self.gain + doubt * math.sqrt(1 + _YOUNG / w) * self.error if w > 0 else 0.0
+
+    @property
+    def rounds(self) -> float:
+        """How many rounds weigh in."""
+        return self._sums[0]
