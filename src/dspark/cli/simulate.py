@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from dspark.simulate.setup import Setup
+from dspark.cli.simulate_runs import (
+    DEFAULT_POLICIES,
+    run_capacity,
+    run_hindsight,
+    run_sweep,
+    run_validate,
+)
 
 __all__ = ["add_parser"]
-
-DEFAULT_POLICIES = "plain,fixed,threshold,prefix,lagged"
 
 
 def add_parser(verbs: Any) -> None:
@@ -202,144 +204,7 @@ def run(args: argparse.Namespace) -> int:
         if path is not None and not Path(path).parent.is_dir():
             raise DSparkError(f"no directory {str(Path(path).parent)!r} for the report: create it first")
     if args.hindsight:
-        return _hindsight(args, setup)
+        return run_hindsight(args, setup)
     if args.validate is not None:
-        return _validate(args, setup)
-    return _sweep(args, setup) if swept else _capacity(args, setup)
-
-
-def _sweep(args: argparse.Namespace, setup: Setup) -> int:
-    from dspark.simulate.figures import write_figures
-    from dspark.simulate.report import frontier_markdown, sweep_csv, sweep_markdown
-    from dspark.simulate.sweep import sweep
-
-    total = len(setup.loads) * len(setup.policies) * len(setup.seeds)
-    with _progress(total) as advance:
-        cells = sweep(setup.scenario, setup.loads, setup.policies, setup.seeds, advance)
-    results: dict[str, Any] = {"cells": [cell.as_dict(args.confidence) for cell in cells]}
-    parts = [sweep_markdown(cells, setup.load_name, args.confidence)]
-    if args.csv is not None:
-        Path(args.csv).write_text(sweep_csv(cells, args.confidence), encoding="utf-8")
-    if len(setup.loads) > 1 and setup.closed:
-        parts.append(frontier_markdown(cells))
-    if args.figures is not None:
-        results["figures"] = [
-            str(p) for p in write_figures(cells, args.figures, setup.load_name, args.confidence)
-        ]
-    _report(args, setup, results, parts)
-    return 0
-
-
-def _capacity(args: argparse.Namespace, setup: Setup) -> int:
-    from dspark.simulate.capacity import ServiceTarget, find_capacity
-    from dspark.simulate.report import capacity_markdown
-
-    target = ServiceTarget(args.capacity, args.ttft, args.share, args.confidence)
-    found = []
-    with _progress(None) as advance:
-        for name, make in setup.policies.items():
-            found.append(
-                find_capacity(
-                    setup.scenario,
-                    name,
-                    make,
-                    target,
-                    setup.seeds,
-                    start=setup.loads[0],
-                    most=args.most,
-                    whole=setup.closed,
-                    progress=advance,
-                )
-            )
-    parts = [capacity_markdown(found, target, setup.load_name, len(setup.seeds))]
-    _report(args, setup, {"capacities": [c.as_dict() for c in found]}, parts)
-    return 0
-
-
-def _validate(args: argparse.Namespace, setup: Setup) -> int:
-    """Prices always; the whole run where one load was named for it."""
-    from dataclasses import replace
-
-    from dspark.simulate.recording import read_steps
-    from dspark.simulate.report import validation_markdown
-    from dspark.simulate.validation import cross_validate, fit_cost, validate_run
-
-    records = read_steps(args.validate)
-    prices = cross_validate(records)
-    runs = {}
-    if args.concurrency is not None and len(args.concurrency) == 1:
-        scenario = replace(setup.scenario(setup.loads[0]), cost=fit_cost(records))
-        with _progress(len(setup.policies)) as advance:
-            for name, make in setup.policies.items():
-                runs[name] = validate_run(
-                    records, scenario, make, setup.seeds, args.tolerance, args.confidence
-                )
-                advance()
-    within = abs(prices.error) <= args.tolerance and all(run.within for run in runs.values())
-    results = {
-        "within": within,
-        "prices": prices.as_dict(),
-        "runs": {name: found.as_dict() for name, found in runs.items()},
-    }
-    _report(args, setup, results, [validation_markdown(prices, runs, args.tolerance)])
-    return 0 if within else 1
-
-
-def _hindsight(args: argparse.Namespace, setup: Setup) -> int:
-    from dspark.core import DSparkError
-    from dspark.simulate.hindsight import replay_file
-    from dspark.simulate.policies import policy_factory
-    from dspark.simulate.report import hindsight_markdown
-
-    if not setup.closed or not Path(args.acceptance).is_file():
-        raise DSparkError(
-            "--hindsight needs --acceptance PATH with recorded rounds, and users (--concurrency)"
-        )
-    names = ("prefix,lagged,auto" if args.policies == DEFAULT_POLICIES else args.policies).split(",")
-    found = replay_file(
-        args.acceptance,
-        {name: policy_factory(name, setup.acceptance.gamma, setup.beliefs.cost) for name in names},
-        setup.machine.cost,
-        users=[int(load) for load in setup.loads],
-        rounds=args.rounds,
-        seed=args.seed,
-        overhead_s=1e-3 * args.overhead_ms,
-        greedy=args.greedy,
-    )
-    results = {"hindsight": {name: comparison.as_dict() for name, comparison in found.items()}}
-    parts = [
-        hindsight_markdown(comparison, f"{name[0].upper()}{name[1:]}") for name, comparison in found.items()
-    ]
-    _report(args, setup, results, parts)
-    return 0
-
-
-def _report(args: argparse.Namespace, setup: Setup, results: dict[str, Any], parts: list[str]) -> None:
-    """JSON, or the report on stdout; the report where --markdown says."""
-    from dspark.cli.terminal import Output, write_json
-
-    text = "\n".join([*parts, setup.describe()])
-    if args.markdown is not None:
-        Path(args.markdown).write_text(text, encoding="utf-8")
-    if args.json:
-        from dspark import __version__
-
-        hidden = ("run", "verb", "json")
-        settings = {key: value for key, value in vars(args).items() if key not in hidden}
-        about = {"format": "dspark-simulation", "format_version": 1, "version": __version__}
-        write_json({**about, "settings": settings, "model": setup.facts(), **results}, indent=1)
-    else:
-        Output().print(text.rstrip("\n"))
-
-
-@contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[], object]]:
-    """A bar on stderr; the function it gives is called behind each run."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("simulated runs", total=total)
-        yield lambda: bar.advance(task)
+        return run_validate(args, setup)
+    return run_sweep(args, setup) if swept else run_capacity(args, setup)
