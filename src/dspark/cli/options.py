@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.startup import nothing_collected
 from dspark.drafters.methods import LOOKUP, NAMES, TRAINED
 from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
 
@@ -203,16 +204,17 @@ def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -
     Raises:
         DSparkError: no such device, or whatever the LLM refuses.
     """
-    from dspark.llm import LLM
+    with nothing_collected():
+        from dspark.llm import LLM
 
-    if args.threads is not None:
-        set_threads(args.threads)
-    return LLM(
-        args.model,
-        speculative_config=config,
-        device=args.device,
-        dtype=args.dtype,
-        activation_dtype=args.activation_dtype,
-        report=lambda message: print(message, file=sys.stderr, flush=True),
-        **options,
-    )
+        if args.threads is not None:
+            set_threads(args.threads)
+        return LLM(
+            args.model,
+            speculative_config=config,
+            device=args.device,
+            dtype=args.dtype,
+            activation_dtype=args.activation_dtype,
+            report=lambda message: print(message, file=sys.stderr, flush=True),
+            **options,
+        )
