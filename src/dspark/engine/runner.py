@@ -99,14 +99,15 @@ class Runner:
         if not counts.any():
             return None
         row_start = np.concatenate(([0], np.cumsum(counts)))
-        index = np.arange(row_start[-1]) + np.repeat(seen.query_start[:-1] - row_start[:-1], counts)
-        taps, device = seen.output.taps, self.target.device
-        if taps is not None and len(index) < len(taps):
-            taps = taps[torch.from_numpy(index).to(device)]
+        positions, slots, taps, device = seen.positions, seen.slots, seen.output.taps, self.target.device
+        if row_start[-1] < len(positions):  # else all rows are kept, as in a round without drafts
+            index = np.arange(row_start[-1]) + np.repeat(seen.query_start[:-1] - row_start[:-1], counts)
+            positions, slots = positions[index], slots[index]
+            taps = None if taps is None else taps[torch.from_numpy(index).to(device)]
         return ObserveBatch(
             requests=batch.requests,
             row_start=row_start,
-            positions=torch.from_numpy(seen.positions[index]).to(device),
-            slots=torch.from_numpy(seen.slots[index]).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            slots=torch.from_numpy(slots).to(device),
             taps=taps,
         )

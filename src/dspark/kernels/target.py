@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,7 +113,10 @@ class _Bound:
             steps.append(product(head, source, torch.empty(0, width(head))).of(HEAD))
         self.program = Program(steps, stack.rotation)
         self.norms = self.program.of_kind(NORM)
-        self.entries = self.norms[::2]  # where layers begin, and the last
+        entries = self.norms[::2]  # where layers begin, and the last
+        self.tapped = entries[[layer + 1 for layer in taps]]
+        self.columns = 4 * size * np.arange(len(taps))
+        self.program.steps["tap_step"] = size * len(taps)
         if target.embedding is not None:
             self.program.steps["x"][self.norms] = self.x.data_ptr()
 
@@ -131,9 +135,7 @@ class _Bound:
             steps["x"][self.norms] = inputs.data_ptr()
         else:
             steps["index"][0] = inputs.data_ptr()
-        for column, layer in enumerate(self.taps):
-            steps["tap"][self.entries[layer + 1]] = tapped.data_ptr() + 4 * size * column
-        steps["tap_step"] = size * len(self.taps)
+        steps["tap"][self.tapped] = tapped.data_ptr() + self.columns
         steps["index"][self.layer_steps] = 0 if logit_rows is None else logit_rows.data_ptr()
         self.program.direct(-1, out)
         groups = [Rows(rows, positions, plan.slots.contiguous()), Rows(wanted)]

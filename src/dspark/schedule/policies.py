@@ -155,8 +155,10 @@ class _Adaptive(ABC):
     def timed(
         self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
     ) -> None:
-        """Let prices that follow the machine learn what the round took."""
+        """Let prices that follow the machine learn what the round took: where drafting rests, of one round in eight."""
         if isinstance(self.cost, LiveCost):
+            if not np.count_nonzero(drafted) and self.aim.gate(state.num_requests).resting:
+                return
             self.cost.observe(state, drafted, scheduled, draft_s, step_s)
             self.aim.forget_prices()
 
