@@ -75,6 +75,9 @@ class Aim:
 
     def lengths(self, state: ScheduleState) -> np.ndarray:
         """[R] int64 drafts to propose."""
+        if self._load(state.num_requests).gate.resting:  # a round that is to cost nothing
+            self._wanted = False
+            return np.zeros(state.num_requests, dtype=np.int64)
         room = np.minimum(state.modelled(state.room), self.gamma)
         nothing = np.zeros(len(room), dtype=np.int64)
         chosen = self._choose(state, room, nothing) if np.count_nonzero(room) else nothing
@@ -90,9 +93,12 @@ class Aim:
         accepted: np.ndarray,
     ) -> None:
         """File a round. `survival` as `loops.usable` leaves it."""
+        load = self._load(state.num_requests)
+        if load.gate.resting and not self._wanted:
+            load.gate.observe(False, False)
+            return
         if not np.count_nonzero(state.modelled(state.room)):
             return
-        load = self._load(state.num_requests)
         tried = load.gate.trying
         if self._wanted and not load.gate.on:  # nothing is known of rounds long past
             load.tried, load.realised = Realised(self.config.memory), Realised(self.config.memory)
@@ -127,8 +133,6 @@ class Aim:
 
     def _choose(self, state: ScheduleState, room: np.ndarray, nothing: np.ndarray) -> np.ndarray:
         load = self._load(state.num_requests)
-        if load.gate.resting:
-            return nothing
         if load.gate.trying:
             hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
             gain, lengths = self._best(load, state, room, hopeful)
