@@ -1,12 +1,13 @@
 """A scheduling policy on the real engine, against every fixed draft length, over concurrency.
 
     python benchmarks/schedule_quality.py [--concurrency 1,2,4,8,16,32] [--lengths 1,2,4,7] [--policy auto]
-        [--method dspark] [--temperature 0] [--prompts 8] [--max-tokens 48] [--repeats 4] [--threads N]
-        [--json PATH] [--figure PATH]
+        [--method dspark] [--temperature 0] [--prompts 8] [--max-tokens 48] [--repeats 4] [--discard 2]
+        [--threads N] [--json PATH] [--figure PATH]
 
 All arms take turns within a repeat. The best fixed length of each concurrency is chosen by the even repeats and
 compared with the policy by the odd ones, so that luck in choosing does not count for it. Ratios are taken within a
-repeat; median (min..max) over repeats. `plain` drafts nothing. Decoding steps only, prompts' own passes left out.
+repeat; median (min..max) over repeats. `--discard` repeats come first and do not count: a policy begins with trials.
+`none` drafts nothing. Decoding steps only, prompts' own passes left out.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def main() -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--discard", type=int, default=2, help="repeats in front that do not count")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
@@ -143,10 +145,10 @@ def main() -> None:
             concurrency=(requests,),
             temperature=(args.temperature,),
             max_tokens=args.max_tokens,
-            repeats=args.repeats,
+            repeats=args.discard + args.repeats,
         )
         some = prompts[:: max(1, len(prompts) // max(args.prompts, requests))][: max(args.prompts, requests)]
-        runs = run_throughput(engines, some, settings)["runs"]
+        runs = [r for r in run_throughput(engines, some, settings)["runs"] if r["repeat"] >= args.discard]
         cells[requests] = cell = compare(runs, [str(n) for n in args.lengths], args.policy)
         columns = [show(cell[name]) for name in ("policy_over_best", "policy_over_plain", "best_over_plain")]
         print(f"| {requests} | {cell['best']} | " + " | ".join(columns) + " |", flush=True)
