@@ -28,7 +28,7 @@ from dspark.engine.engine import Engine
 from dspark.kv import BlockTable, KVPool, LayerKV
 from dspark.schedule.cost import TableCost
 from dspark.schedule.policies import GlobalScheduler, LaggedScheduler, Policy, PrefixScheduler, ScheduleState
-from dspark.schedule.search import best_budget, prefix_survival, rank, rate_curve
+from dspark.schedule.search import best_budget, rank, rate_curve
 from dspark.testing import ScriptedDrafter, TableTarget
 
 CONFIDENCE = {"A": [0.9, 0.5], "B": [0.8, 0.25]}  # c_k: survival A .9, .45 and B .8, .2
@@ -40,7 +40,7 @@ def spec(args: argparse.Namespace) -> dict[str, Any]:
     """Expected output over time for every budget, and the best one."""
     confidence = np.array(list(CONFIDENCE.values()))
     R, gamma = confidence.shape
-    survival = prefix_survival(confidence.cumprod(axis=1))
+    survival = confidence.cumprod(axis=1)
     state = ScheduleState(np.arange(R), np.full(R, gamma), np.zeros(R, dtype=np.int64))
     ranking = rank(survival, state.room)
     cost = TableCost(SIZES, tuple(t * MS for t in (args.t2, args.t4, args.t6)), executed=True)
@@ -59,7 +59,7 @@ def spec(args: argparse.Namespace) -> dict[str, Any]:
         for q, tokens, seconds in zip(queries, curve.tokens, curve.seconds, strict=True)
     ]
     names = list(CONFIDENCE)
-    order = [f"{names[r]}{j + 1}" for r, j in zip(ranking.rows, ranking.slots, strict=True)]
+    order = [f"{names[r]}{j + 1}" for r, j in zip(*ranking.order, strict=True)]
     lengths = {name: int(n) + 1 for name, n in zip(names, ranking.lengths(best), strict=True)}
     return {
         "survival": {name: row.tolist() for name, row in zip(names, survival, strict=True)},

@@ -98,8 +98,10 @@ def rank(survival: np.ndarray, drafted: np.ndarray) -> Ranking:
     )
 
 
-def rate_curve(ranking: Ranking, state: ScheduleState, cost: CostModel, draft_seconds: float) -> Curve:
-    """`draft_seconds` of the round, which is drafted."""
+def rate_curve(
+    ranking: Ranking, state: ScheduleState, cost: CostModel, draft_seconds: np.ndarray | float
+) -> Curve:
+    """`draft_seconds` of the round, which is drafted: of any budget, or [N + 1] of each."""
     return Curve(ranking, state.outputs, decoding_curve(state, cost, len(ranking)) + draft_seconds)
 
 
