@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dspark.core import DSparkError
 from dspark.drafters.config import DrafterConfig
-from dspark.target.decoder import fuse_layer
+from dspark.target.fuse import fuse_layer
 
 __all__ = ["is_deepspec", "read_deepspec_config", "rename_deepspec_weights"]
 
