@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dspark.compilation import compiled
 from dspark.core import Verdict
 from dspark.randomness import Purpose, uniform
 from dspark.sampling import sample
@@ -175,12 +176,23 @@ def greedy_rule(
     Returns:
         A verdict on the host.
     """
-    drafts, chosen = draft_tokens.cpu().numpy(), target_tokens.cpu().numpy()
-    slots = np.arange(drafts.shape[1])
-    rows = np.minimum(row_start[:, None] + slots, len(chosen) - 1)
-    same = (drafts == chosen[rows]) & (slots < lengths[:, None])
-    accepted = np.logical_and.accumulate(same, axis=1).sum(axis=1)
-    return Verdict(torch.from_numpy(accepted), torch.from_numpy(chosen[row_start + accepted]))
+    drafts, chosen = (np.ascontiguousarray(x.cpu().numpy()) for x in (draft_tokens, target_tokens))
+    accepted, following = _matching(drafts, lengths, chosen, row_start)
+    return Verdict(torch.from_numpy(accepted), torch.from_numpy(following))
+
+
+@compiled
+def _matching(
+    drafts: np.ndarray, lengths: np.ndarray, chosen: np.ndarray, row_start: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many drafts [R] are what was chosen, one after the other, and the choice behind them [R]."""
+    accepted, following = np.zeros(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+    for r in range(len(lengths)):
+        n, first = 0, row_start[r]
+        while n < lengths[r] and drafts[r, n] == chosen[first + n]:
+            n += 1
+        accepted[r], following[r] = n, chosen[first + n]
+    return accepted, following
 
 
 def _nothing(draft_tokens: torch.Tensor) -> Verdict:

@@ -1,4 +1,4 @@
-"""Compilations by Numba that are kept on disk: who waits for one is told so, once."""
+"""Compilations by Numba that are kept on disk, and who waits for one is told so, once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import llvmlite.binding
 import numba
 
 from dspark.cache import cache_directory
 
-__all__ = ["told_once"]
+__all__ = ["compiled", "told_once"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """Compiled at its first call, and kept on disk for later processes."""
+    return cast(Function, numba.njit(cache=True, nogil=True)(function))
 
 
 @contextmanager

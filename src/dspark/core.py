@@ -64,9 +64,16 @@ class RequestMetrics:
         """Count a round. Drafts accepted behind the request's end are none of its tokens: leave them out."""
         self.rounds += 1
         self.committed += committed
-        for name, n in (("drafted", drafted), ("scheduled", scheduled), ("accepted", accepted)):
-            setattr(self, name, getattr(self, name) + n)
-            per_position: list[int] = getattr(self, f"{name}_per_position")
+        if not drafted:
+            return
+        self.drafted += drafted
+        self.scheduled += scheduled
+        self.accepted += accepted
+        for n, per_position in (
+            (drafted, self.drafted_per_position),
+            (scheduled, self.scheduled_per_position),
+            (accepted, self.accepted_per_position),
+        ):
             per_position.extend([0] * (n - len(per_position)))
             for k in range(n):
                 per_position[k] += 1
@@ -157,7 +164,7 @@ class Draft:
 
     @staticmethod
     def empty(num_requests: int, device: torch.device | str = "cpu") -> Draft:
-        tokens = torch.zeros(num_requests, 0, dtype=torch.int64, device=device)
+        tokens = torch.empty(num_requests, 0, dtype=torch.int64, device=device)
         return Draft(tokens=tokens, lengths=np.zeros(num_requests, dtype=np.int64))
 
 

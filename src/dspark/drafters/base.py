@@ -47,6 +47,24 @@ class ObserveBatch:
     slots: torch.Tensor  # [N] int64
     taps: torch.Tensor | None  # [N, m * hidden]
 
+    def without(self, request: Request) -> ObserveBatch | None:
+        """The rows of the others; None if there are none."""
+        r = next((r for r, other in enumerate(self.requests) if other.uid == request.uid), None)
+        if r is None:
+            return self
+        start, stop, total = int(self.row_start[r]), int(self.row_start[r + 1]), len(self.slots)
+        if stop - start == total:
+            return None
+        kept = torch.tensor([*range(start), *range(stop, total)], device=self.slots.device)
+        counts = np.delete(np.diff(self.row_start), r)
+        return ObserveBatch(
+            requests=[other for other in self.requests if other.uid != request.uid],
+            row_start=np.concatenate(([0], np.cumsum(counts))),
+            positions=self.positions[kept],
+            slots=self.slots[kept],
+            taps=None if self.taps is None else self.taps[kept],
+        )
+
 
 class Drafter(Protocol):
     """Proposes blocks of draft tokens.

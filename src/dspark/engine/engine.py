@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -200,17 +199,17 @@ class Engine:
         if self._copier is not None:
             free = check_lengths("free", self._copier.free(batch.requests, batch.room), batch.room)
         tolerant = tolerates_live(greedy, deterministic, self.config.rule)
-        return replace(batch.state, tolerates_live=tolerant, free=free)
+        return batch.state(tolerant, free)
 
     def _propose(self, batch: Batch, want: np.ndarray, free: np.ndarray | None) -> Draft:
         most = want if free is None else np.where(free > 0, free, want)
-        if self.drafter is None or not most.any():
+        if self.drafter is None or not np.count_nonzero(most):
             return Draft.empty(len(batch.running), self.target.device)
         rows = SamplingRows.of(batch.requests, self.target.device)
         shapers = [r.shaper for r in batch.running]
         if self.config.rule == "shared_noise":
             rows, shapers = couple(batch.running, rows)
-        draft = self.drafter.propose(ProposeBatch(batch.requests, want, rows, batch.block_tables(), shapers))
+        draft = self.drafter.propose(ProposeBatch(batch.requests, want, rows, batch.block_tables, shapers))
         check_lengths(f"drafter {self.drafter.name}", draft.lengths, most)
         return draft
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dspark.acceptance import AcceptanceRule, tolerates_live
+from dspark.compilation import compiled
 from dspark.core import DSparkError, SamplingParams
 from dspark.drafters.base import Drafter
 from dspark.schedule.policies import Dependence, Policy
@@ -62,7 +63,15 @@ def check_sound(
 
 
 def check_lengths(what: str, lengths: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Lengths [R] as they came, or an error: longer ones would write over other requests' KV."""
-    if lengths.shape != limit.shape or (lengths < 0).any() or (lengths > limit).any():
+    """Lengths [R] int64, or an error: longer ones would write over other requests' KV."""
+    if lengths.shape != limit.shape or lengths.dtype.kind not in "iu" or not _within(lengths, limit):
         raise DSparkError(f"{what} gave lengths {lengths.tolist()}, allowed are 0 to {limit.tolist()}")
-    return lengths
+    return np.ascontiguousarray(lengths, dtype=np.int64)
+
+
+@compiled
+def _within(lengths: np.ndarray, limit: np.ndarray) -> bool:
+    for r in range(len(limit)):
+        if not 0 <= lengths[r] <= limit[r]:
+            return False
+    return True

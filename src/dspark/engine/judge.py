@@ -49,19 +49,19 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
     """
     logits = seen.output.logits
     device = logits.device
-    requests = [batch.requests[r] for r in seen.sampling]
-    raw = (
-        logits.clone()
-        if any(r.params.raw_logprobs and r.params.logprobs is not None for r in requests)
-        else None
-    )
-    for r, start, length in zip(seen.sampling, seen.logit_start, seen.lengths, strict=True):
-        shaper = batch.running[r].shaper
-        if shaper is not None:
-            shaper.shape(logits[start : start + length + 1], draft.tokens[r, :length].tolist())
-    counts = seen.lengths + 1
-    index = torch.from_numpy(seen.sampling).to(device)
-    tokens = draft.tokens if len(index) == len(draft.tokens) else draft.tokens[index]
+    running = [batch.running[r] for r in seen.sampling.tolist()]
+    requests = [r.request for r in running]
+    raw = None
+    if any(r.params.raw_logprobs and r.params.logprobs is not None for r in requests):
+        raw = logits.clone()
+    for s, r in enumerate(running):
+        if r.shaper is not None:
+            start, length = seen.logit_start[s], seen.lengths[s]
+            shaped = logits[start : start + length + 1]
+            r.shaper.shape(shaped, draft.tokens[seen.sampling[s], :length].tolist())
+    counts, tokens = seen.lengths + 1, draft.tokens
+    if len(requests) < len(tokens):
+        tokens = tokens[torch.from_numpy(seen.sampling).to(device)]
     if all(request.params.greedy for request in requests):
         verdict = greedy_rule(tokens, seen.lengths, argmax(logits), seen.logit_start)
         return Judgement(verdict, logits, raw, requests, counts)
@@ -72,7 +72,9 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
         choice = shared_noise_choice(p_target, target_rows.seed, positions)
         verdict = greedy_rule(tokens, seen.lengths, choice, seen.logit_start)
         return Judgement(verdict, logits, raw, requests, counts)
-    lengths, row_start = (torch.from_numpy(x).to(device) for x in (seen.lengths, seen.logit_start))
+    index, lengths, row_start = (
+        torch.from_numpy(x).to(device) for x in (seen.sampling, seen.lengths, seen.logit_start)
+    )
     slots = torch.arange(draft.gamma + 1, device=device)
     verdict = ratio_rule(
         tokens,

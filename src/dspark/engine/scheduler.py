@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -41,16 +42,17 @@ class Batch:
     samples: np.ndarray  # [R] bool
     room: np.ndarray  # [R] int64
 
-    @property
+    @cached_property
     def requests(self) -> list[Request]:
         return [r.request for r in self.running]
 
-    @property
-    def state(self) -> ScheduleState:
+    def state(self, tolerates_live: np.ndarray | None = None, free: np.ndarray | None = None) -> ScheduleState:
+        """What a policy may know of the step."""
         uids = np.array([r.uid for r in self.requests], dtype=np.int64)
         cached = np.array([r.cached for r in self.requests], dtype=np.int64)
-        return ScheduleState(uids, self.room, cached, self.rows, self.samples)
+        return ScheduleState(uids, self.room, cached, self.rows, self.samples, tolerates_live, free)
 
+    @cached_property
     def block_tables(self) -> np.ndarray:
         """[R, max_blocks] int64, padded with 0."""
         width = max((len(r.table.blocks) for r in self.running), default=0)

@@ -17,6 +17,7 @@ import torch
 
 from dspark.core import DSparkError
 from dspark.kernels import attention_cpu as fast
+from dspark.kernels.bounds import largest, longest_total
 from dspark.kernels.lowbit_numba import runs_here as converts_halves
 from dspark.target.base import ForwardBatch
 
@@ -57,7 +58,7 @@ class AttentionPlan:
             causal=batch.causal,
             block_size=block_size,
         )
-        longest = int(plan.totals.max(initial=0))
+        longest = longest_total(plan.query_start, plan.context_lens)
         if longest > plan.block_tables.shape[1] * block_size:
             raise DSparkError(
                 f"block tables hold fewer than {longest} positions; reserve blocks before the pass"
@@ -78,8 +79,8 @@ class AttentionPlan:
     @cached_property
     def num_blocks_needed(self) -> int:
         """Least number of blocks a pool must have for these tables and slots to lie inside it."""
-        last_slot = int(self.slots.cpu().numpy().max(initial=0))
-        return max(int(self.block_tables.max(initial=0)), last_slot // self.block_size) + 1
+        last_slot = largest(self.slots.cpu().numpy())
+        return max(largest(self.block_tables), last_slot // self.block_size) + 1
 
     @cached_property
     def block_index(self) -> tuple[torch.Tensor, ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from dspark.compilation import compiled
 from dspark.kernels.attention_numba import (
     CALL,
     CALL_TYPE,
@@ -98,27 +99,34 @@ class Work:
         self.call.view(np.int64)[_OF_SHAPE] = *self.shape, units, counter, counter + 8, partial, stats
 
 
+@compiled
 def _cut(query_start: np.ndarray, context_lens: np.ndarray, causal: bool) -> tuple[np.ndarray, int, int]:
-    """Items of a pass, the amount of work in them, and how many partial results they leave."""
-    tiles: list[tuple[int, int, int, int]] = []  # request, first row, stop row, chunks
-    amount = 0
-    for r, context in enumerate(context_lens.tolist()):
-        start, stop = int(query_start[r]), int(query_start[r + 1])
+    """Items of a pass [items, 8], the amount of work in them, and how many partial results they leave."""
+    tiles, most = 0, 0  # chunks of all tiles, at least one each
+    for r in range(len(context_lens)):
+        rows = query_start[r + 1] - query_start[r]
+        tiles += -(-rows // TILE_ROWS)
+        most += -(-rows // TILE_ROWS) * max(1, -(-(context_lens[r] + rows) // CHUNK))
+    split = tiles < ENOUGH_TILES
+    items = np.empty((most if split else tiles, 8), np.int64)
+    count, tile, amount, partials = 0, 0, 0, 0
+    for r in range(len(context_lens)):
+        start, stop = query_start[r], query_start[r + 1]
         for first in range(start, stop, TILE_ROWS):
             last = min(first + TILE_ROWS, stop)
-            positions = context + ((last if causal else stop) - start)
-            tiles.append((r, first, last, -(-positions // CHUNK)))
+            positions = context_lens[r] + ((last if causal else stop) - start)
             amount += (last - first) * positions
-    split = len(tiles) < ENOUGH_TILES
-    items: list[tuple[int, ...]] = []
-    partials = 0
-    for tile, (r, first, last, chunks) in enumerate(tiles):
-        if split and chunks > 1:
-            items.extend((r, first, last, c, c + 1, chunks, partials, tile) for c in range(chunks))
-            partials += chunks * (last - first)
-        else:
-            items.append((r, first, last, 0, chunks, chunks, 0, tile))
-    return np.array(items, dtype=np.int64).reshape(-1, 8), amount, partials
+            chunks = -(-positions // CHUNK)
+            apart = split and chunks > 1
+            for c in range(chunks if apart else 1):
+                items[count, :3] = r, first, last
+                items[count, 3], items[count, 4] = c, (c + 1 if apart else chunks)
+                items[count, 5:] = chunks, (partials if apart else 0), tile
+                count += 1
+            if apart:
+                partials += chunks * (last - first)
+            tile += 1
+    return items[:count], amount, partials
 
 
 def compile_workers() -> None:
@@ -151,11 +159,11 @@ def attend(
     work.counters[0] = 0
     threads = torch.get_num_threads()
     address = work.call.ctypes.data
-    compiled = load_worker(attend_worker, CALL_TYPE)
+    worker = load_worker(attend_worker, CALL_TYPE)
     if threads == 1 or work.amount * heads < PARALLEL_WORK:
-        compiled.work(address)
+        worker.work(address)
     else:
-        parallel()(compiled.address, address, threads)
+        parallel()(worker.address, address, threads)
     return out
 
 

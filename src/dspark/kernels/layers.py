@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dspark.kernels.attention import AttentionPlan
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
+from dspark.kernels.bounds import inside
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import (
     Rotation,
@@ -81,7 +82,7 @@ class LayerStack:
 
     def check_positions(self, positions: Tensor) -> None:
         """The compiled path trusts its indices: they must lie inside the rotary table."""
-        assert positions.numpy().max(initial=0) < len(self.rotation.cos)
+        assert inside(positions.numpy(), len(self.rotation.cos))
 
 
 class LayerMemory:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.compilation import compiled
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.lowbit_numba import CALL as PRODUCT_CALL
@@ -252,10 +254,7 @@ class Program:
         layers = [step.product for step in products if step.product is not None]
         self._weights = np.array([layer.in_features * layer.out_features for layer in layers])
         self.steps = np.zeros(len(steps), dtype=STEP)
-        self._units = np.array([step.units for step in steps])
-        self._per_row = np.array([step.per_row for step in steps])
-        self._group = np.array([step.group for step in steps])
-        self._product_group = np.array([step.group for step in products])
+        self._cut = np.array([(step.group, step.units, step.per_row) for step in steps], dtype=np.int64)
         self._calls = np.zeros(len(products), dtype=PRODUCT_CALL)
         calls = iter(range(len(products)))
         for record, step in zip(self.steps, steps, strict=True):
@@ -268,8 +267,6 @@ class Program:
                 call["x"], call["out"] = record["x"], record["out"]
                 record["call"] = call.ctypes.data
         self._call_of = np.cumsum(self.steps["kind"] == PRODUCT) - 1
-        self._attends = self.of_kind(ATTEND)
-        self._rotates = self.of_kind(ROTARY)
         self._counters = np.zeros((len(steps), COUNTER_STEP), dtype=np.int64)
         self.steps["next_unit"] = self._counters.ctypes.data + 8 * COUNTER_STEP * np.arange(len(steps))
         self.steps["finished"] = self.steps["next_unit"] + 8
@@ -295,26 +292,49 @@ class Program:
 
     def run(self, groups: Sequence[Rows], attention_units: int = 0) -> None:
         """Run over the rows of each group; their positions and slots are contiguous."""
-        counts = np.array([rows.count for rows in groups])
-        positions, slots = ([_at(side) for side in sides] for sides in zip(*map(_sides, groups), strict=True))
-        of_step = counts[self._group]
-        units = np.where(self._per_row, self._units * of_step, np.where(of_step > 0, self._units, 0))
-        units[self._attends] = attention_units
-        self.steps["units"] = units
-        group = self._group[self._rotates]
-        self.steps["positions"][self._rotates] = np.array(positions)[group]
-        self.steps["slots"][self._rotates] = np.array(slots)[group]
-        self._calls["rows"] = rows = counts[self._product_group]
-        self._counters[:] = 0
+        rows = np.array([_address(rows) for rows in groups], dtype=np.int64)
+        work = _set_rows(
+            self.steps, self._calls, self._counters, self._cut, self._weights, rows, attention_units
+        )
         threads, address = torch.get_num_threads(), self._pass.ctypes.data
-        compiled = load_worker(program_worker, PASS_TYPE)
-        if threads == 1 or rows @ self._weights < PARALLEL_WORK:
-            compiled.work(address)
+        worker = load_worker(program_worker, PASS_TYPE)
+        if threads == 1 or work < PARALLEL_WORK:
+            worker.work(address)
         else:
-            parallel()(compiled.address, address, threads)
+            parallel()(worker.address, address, threads)
 
 
-def _sides(rows: Rows) -> tuple[Tensor | None, Tensor | None]:
+def _address(rows: Rows) -> tuple[int, int, int]:
+    """Count, and where positions and slots lie."""
     for side in (rows.positions, rows.slots):
         assert side is None or (side.is_contiguous() and len(side) == rows.count)
-    return rows.positions, rows.slots
+    return rows.count, _at(rows.positions), _at(rows.slots)
+
+
+@compiled
+def _set_rows(
+    steps: Any, calls: Any, counters: np.ndarray, cut: np.ndarray, weights: np.ndarray, rows: np.ndarray, units: int
+) -> int:
+    """Cut the steps for a run over `rows` [groups, 3] and `units` of attention; returns weights x rows in it.
+
+    `cut` [steps, 3]: group, units, and whether so many a row; `calls` and `weights` are those of the products.
+    """
+    product, work = 0, 0
+    counters[:] = 0
+    for i in range(len(steps)):
+        count, positions, slots = rows[cut[i, 0]]
+        kind = steps[i]["kind"]
+        if kind == ATTEND:
+            steps[i]["units"] = units
+        elif cut[i, 2]:
+            steps[i]["units"] = count * cut[i, 1]
+        else:
+            steps[i]["units"] = cut[i, 1] if count else 0
+        if kind == PRODUCT:
+            calls[product]["rows"] = count
+            work += count * weights[product]
+            product += 1
+        elif kind == ROTARY:
+            steps[i]["positions"] = positions
+            steps[i]["slots"] = slots
+    return work

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.attention import AttentionPlan, check_pool
+from dspark.kernels.bounds import inside
 from dspark.kernels.layers import LayerMemory, LayerStack, room
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import Program, Rows, embed, gather, product, width
@@ -73,12 +74,13 @@ class CompiledTarget:
         if bound is None or not bound.fits(rows, wanted, keys, taps):
             bound = self.bound = _Bound(self, room(rows), room(wanted), keys, values, taps)
         check_pool(keys[0], values[0], plan)
+        inputs, positions = inputs.contiguous(), positions.contiguous()
         self.stack.check_positions(positions)
         if self.embedding is not None:
-            ids, size = inputs.numpy(), self.embedding.out_features
-            if rows and not (ids.min() >= 0 and ids.max() < size):
+            size = self.embedding.out_features
+            if not inside(inputs.numpy(), size):
                 raise IndexError(f"a token id is outside 0..{size - 1}")
-        return bound.run(inputs.contiguous(), positions.contiguous(), plan, logit_rows)
+        return bound.run(inputs, positions, plan, logit_rows)
 
 
 class _Bound:

@@ -208,7 +208,7 @@ class _Bench:
         shapers = [None] * len(batch.running)
         started = self._clock()
         draft = self.drafter.propose(
-            ProposeBatch(batch.requests, want, sampling, batch.block_tables(), shapers)
+            ProposeBatch(batch.requests, want, sampling, batch.block_tables, shapers)
         )
         draft.tokens.cpu()
         return self._clock() - started

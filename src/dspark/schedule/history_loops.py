@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dspark.schedule.loops import NO_DRAFT, compiled
+from dspark.compilation import compiled
+from dspark.schedule.loops import NO_DRAFT
 
 __all__ = [
     "append",

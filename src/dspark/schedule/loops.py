@@ -6,17 +6,14 @@ Arrays are C-contiguous. Survivals are [R, gamma] float64 as `usable` leaves the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
+
+from dspark.compilation import compiled
 
 __all__ = [
     "NO_DRAFT",
     "best_to_draft",
     "beyond",
-    "compiled",
     "count_batch",
     "early_stop",
     "lengths",
@@ -31,14 +28,6 @@ __all__ = [
 ]
 
 NO_DRAFT = -1.0  # in the place of survivals that are no candidates
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def compiled(function: Function) -> Function:
-    """Compiled at its first call, and kept on disk for later processes."""
-    return cast(Function, numba.njit(cache=True, nogil=True)(function))
-
 
 @compiled
 def totals(lengths: np.ndarray) -> tuple[int, int]:
