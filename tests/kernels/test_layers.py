@@ -192,8 +192,12 @@ def test_embedding_and_head_in_the_same_call(bits: int, integer: bool) -> None:
         inputs = ids if compiled.embedding is not None else table.dequantize()[ids]
         for wanted in (None, rows):
             given = (inputs.clone(), torch.arange(6), plan, pool.k, pool.v, TAPS, wanted)
-            out, tapped = compiled(*given)
-            results.append((out if compiled.head is not None else head(out), tapped))
+            out, tapped, best = compiled(*given, argmax=True)
+            logits = out if compiled.head is not None else head(out)
+            assert (best is None) == (compiled.head is None)
+            assert best is None or torch.equal(best, logits.argmax(-1))
+            assert compiled(*given)[2] is None
+            results.append((logits, tapped))
     for i, (logits, tapped) in enumerate(results):
         assert torch.equal(logits, results[0][0] if i % 2 == 0 else results[0][0][rows])
         assert torch.equal(tapped, results[0][1])

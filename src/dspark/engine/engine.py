@@ -203,7 +203,7 @@ class Engine:
 
     def _propose(self, batch: Batch, want: np.ndarray, free: np.ndarray | None) -> Draft:
         most = want if free is None else np.where(free > 0, free, want)
-        if self.drafter is None or not np.count_nonzero(most):
+        if self.drafter is None or not most.any():
             return Draft.empty(len(batch.running), self.target.device)
         rows = SamplingRows.of(batch.requests, self.target.device)
         shapers = [r.shaper for r in batch.running]
@@ -223,14 +223,14 @@ class Engine:
         accepted: np.ndarray,
     ) -> list[StepEvent]:
         """Append each request's tokens, let the drafter follow, and release what ended."""
-        drafts = draft.tokens.cpu().numpy()
+        drafts = draft.tokens.tolist()
         next_tokens = judgement.verdict.next_token.tolist()
         for i in np.flatnonzero(~batch.samples):  # prefill chunks that do not reach the end of the prompt
             batch.requests[i].cached += int(batch.rows[i])
         events = []
         for s, i in enumerate(seen.sampling.tolist()):
             r = batch.running[i]
-            tokens = [*drafts[i, : accepted[i]].tolist(), next_tokens[s]]
+            tokens = [*drafts[i][: accepted[i]], next_tokens[s]]
             part = Round(
                 rows=int(batch.rows[i]),
                 drafted=int(draft.lengths[i]),

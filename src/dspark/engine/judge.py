@@ -63,7 +63,8 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
     if len(requests) < len(tokens):
         tokens = tokens[torch.from_numpy(seen.sampling).to(device)]
     if all(request.params.greedy for request in requests):
-        verdict = greedy_rule(tokens, seen.lengths, argmax(logits), seen.logit_start)
+        best = argmax(logits) if seen.output.argmax is None else seen.output.argmax
+        verdict = greedy_rule(tokens, seen.lengths, best, seen.logit_start)
         return Judgement(verdict, logits, raw, requests, counts)
     rows = SamplingRows.of(requests, device)
     target_rows = rows.repeat(counts)

@@ -71,6 +71,7 @@ class Runner:
             block_tables=tables,
             slots=slots,
             logit_rows=None if all_wanted else torch.from_numpy(rows.logit_rows).to(device),
+            argmax=all(r.request.params.greedy and r.shaper is None for r in batch.running),
         )
         output = self.target.forward(forward, self.pool, self.taps)
         return Verification(output, rows, positions, slots)

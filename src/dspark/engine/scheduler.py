@@ -89,11 +89,11 @@ class Scheduler:
         """
         entries = self._continue_running()
         entries += self._admit_waiting(self.max_rows - sum(e.rows for e in entries))
+        assert all(e.rows >= 1 for e in entries), "a request without a token to process"
         rows = np.array([e.rows for e in entries], dtype=np.int64)
-        pending = np.array([e.running.request.pending for e in entries], dtype=np.int64)
-        assert (pending >= 1).all(), "a request without a token to process"
+        samples = np.array([e.rows == e.running.request.pending for e in entries], dtype=bool)
         room = np.array([self._room(e) for e in entries], dtype=np.int64)
-        return Batch([e.running for e in entries], rows, rows == pending, room)
+        return Batch([e.running for e in entries], rows, samples, room)
 
     def finish(self, r: Running) -> None:
         self.pool.release(r.table)

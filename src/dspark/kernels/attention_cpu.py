@@ -41,8 +41,8 @@ def _words(names: str) -> list[int]:
     return [CALL.names.index(name) for name in names.split()]
 
 
-_OF_PASS = _words(
-    "query_start context_lens tables items slots num_rows num_requests block_size max_blocks causal"
+_OF_PASS = np.array(
+    _words("query_start context_lens tables items slots num_rows num_requests block_size max_blocks causal")
 )
 _OF_SHAPE = _words("heads kv_heads head_dim num_units next_unit finished partial partial_stats")
 
@@ -80,10 +80,11 @@ class Work:
     ) -> Work:
         """Arguments as in `AttentionPlan`: contiguous int64 arrays."""
         items, amount, num_partials = _cut(query_start, context_lens, causal)
-        call, arrays = np.zeros(1, dtype=CALL), (query_start, context_lens, tables, items, slots)
-        sizes = (query_start[-1], len(context_lens), block_size, tables.shape[1], causal)
-        call.view(np.int64)[_OF_PASS] = *(array.ctypes.data for array in arrays), *sizes
-        return Work(call, items, amount, num_partials, arrays)
+        call = np.zeros(1, dtype=CALL)
+        _set_pass(
+            call.view(np.int64), _OF_PASS, query_start, context_lens, tables, items, slots, block_size, causal
+        )
+        return Work(call, items, amount, num_partials, (query_start, context_lens, tables, items, slots))
 
     def bind(self, heads: int, kv_heads: int, head_dim: int) -> None:
         """Set the layer's shape. Layers of one shape share the scratch memory."""
@@ -127,6 +128,29 @@ def _cut(query_start: np.ndarray, context_lens: np.ndarray, causal: bool) -> tup
                 partials += chunks * (last - first)
             tile += 1
     return items[:count], amount, partials
+
+
+@compiled
+def _set_pass(
+    words: np.ndarray,
+    places: np.ndarray,
+    query_start: np.ndarray,
+    context_lens: np.ndarray,
+    tables: np.ndarray,
+    items: np.ndarray,
+    slots: np.ndarray,
+    block_size: int,
+    causal: bool,
+) -> None:
+    """Addresses and sizes into a call's words, to the `places` of `_OF_PASS`: Python would take longer than a layer."""
+    words[places[0]], words[places[1]] = query_start.ctypes.data, context_lens.ctypes.data
+    words[places[2]], words[places[3]], words[places[4]] = (
+        tables.ctypes.data,
+        items.ctypes.data,
+        slots.ctypes.data,
+    )
+    words[places[5]], words[places[6]] = query_start[-1], len(context_lens)
+    words[places[7]], words[places[8]], words[places[9]] = block_size, tables.shape[1], causal
 
 
 def compile_workers() -> None:

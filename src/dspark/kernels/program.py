@@ -246,7 +246,8 @@ def _at(tensor: Tensor | None) -> int:
 class Program:
     """Steps, ready to run. Memory that they refer to has to outlive it.
 
-    `steps` is the array of their records, in order, for what differs from pass to pass.
+    `steps` is the array of their records, in order, for what differs from pass to pass; `cut` [steps, 3] int64 says how
+    each is cut into units of work: its group, units, and whether so many a row or in all.
     """
 
     def __init__(self, steps: Sequence[Step], shape: Rotation) -> None:
@@ -254,7 +255,7 @@ class Program:
         layers = [step.product for step in products if step.product is not None]
         self._weights = np.array([layer.in_features * layer.out_features for layer in layers])
         self.steps = np.zeros(len(steps), dtype=STEP)
-        self._cut = np.array([(step.group, step.units, step.per_row) for step in steps], dtype=np.int64)
+        self.cut = np.array([(step.group, step.units, step.per_row) for step in steps], dtype=np.int64)
         self._calls = np.zeros(len(products), dtype=PRODUCT_CALL)
         calls = iter(range(len(products)))
         for record, step in zip(self.steps, steps, strict=True):
@@ -294,7 +295,7 @@ class Program:
         """Run over the rows of each group; their positions and slots are contiguous."""
         rows = np.array([_address(rows) for rows in groups], dtype=np.int64)
         work = _set_rows(
-            self.steps, self._calls, self._counters, self._cut, self._weights, rows, attention_units
+            self.steps, self._calls, self._counters, self.cut, self._weights, rows, attention_units
         )
         threads, address = torch.get_num_threads(), self._pass.ctypes.data
         worker = load_worker(program_worker, PASS_TYPE)
@@ -317,7 +318,7 @@ def _set_rows(
 ) -> int:
     """Cut the steps for a run over `rows` [groups, 3] and `units` of attention; returns weights x rows in it.
 
-    `cut` [steps, 3]: group, units, and whether so many a row; `calls` and `weights` are those of the products.
+    `calls` and `weights` are those of the products.
     """
     product, work = 0, 0
     counters[:] = 0

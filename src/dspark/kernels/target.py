@@ -1,7 +1,7 @@
 """A target's pass as a program: one call from token ids to logits, for few rows on a CPU.
 
 compiled = CompiledTarget(stack, head, embedding)
-output, tapped = compiled(token_ids, positions, plan, keys, values, taps, logit_rows)
+output, tapped, _ = compiled(token_ids, positions, plan, keys, values, taps, logit_rows)
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dspark.kernels.attention import AttentionPlan, check_pool
 from dspark.kernels.bounds import inside
 from dspark.kernels.layers import LayerMemory, LayerStack, room
 from dspark.kernels.lowbit import LowBitLinear
-from dspark.kernels.program import Program, Rows, embed, gather, product, width
+from dspark.kernels.program import Program, Rows, choose, embed, gather, product, width
 from dspark.kernels.program_numba import NORM
 
 __all__ = ["CompiledTarget"]
 
-ROWS, HEAD = 0, 1  # groups: all rows, and those whose logits are wanted
+# Groups: all rows, those whose logits are wanted, and those same where their largest is, too.
+ROWS, HEAD, CHOICE = range(3)
 
 
 class CompiledTarget:
@@ -54,7 +55,8 @@ class CompiledTarget:
         values: Sequence[Tensor],
         taps: tuple[int, ...] = (),
         logit_rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        argmax: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run rows at `positions` [N] through the layers.
 
         Args:
@@ -62,10 +64,12 @@ class CompiledTarget:
             keys, values: each layer's part of the KV pool; rows' own keys and values go to `plan.slots`.
             taps: distinct layers, -1 for the embedded rows.
             logit_rows: [n] int64, of what rows the output is wanted; None: of all, in order.
+            argmax: whether the token of each row's largest logit is wanted.
 
         Returns:
             Logits of those rows [n, V], or without a `head` their RMSNorm(x) behind the last layer [n, H]; and x
-            behind each of `taps` [N, len(taps) * H]. New memory.
+            behind each of `taps` [N, len(taps) * H]; and with `argmax` and a `head` the tokens [n] int64, the first
+            of equals. New memory.
 
         Raises:
             IndexError: a token id has no embedding.
@@ -80,7 +84,7 @@ class CompiledTarget:
             size = self.embedding.out_features
             if not inside(inputs.numpy(), size):
                 raise IndexError(f"a token id is outside 0..{size - 1}")
-        return bound.run(inputs, positions, plan, logit_rows)
+        return bound.run(inputs, positions, plan, logit_rows, argmax and self.head is not None)
 
 
 class _Bound:
@@ -112,7 +116,10 @@ class _Bound:
         if head is not None:
             source = self._codes if self._codes is not None else self._floats
             assert source is not None
-            steps.append(product(head, source, torch.empty(0, width(head))).of(HEAD))
+            logits = torch.empty(0, width(head))  # set at each run
+            steps.append(product(head, source, logits).of(HEAD))
+            self._order = torch.arange(wanted)
+            steps.append(choose(logits, width(head), self._order, self._no_ids).of(CHOICE))
         self.program = Program(steps, stack.rotation)
         self.norms = self.program.of_kind(NORM)
         entries = self.norms[::2]  # where layers begin, and the last
@@ -126,8 +133,13 @@ class _Bound:
         return taps == self.taps and wanted <= self.wanted and self.memory.fits(rows, keys)
 
     def run(
-        self, inputs: Tensor, positions: Tensor, plan: AttentionPlan, logit_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        logit_rows: Tensor | None,
+        argmax: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, size, head = len(inputs), self.x.shape[1], self.target.head
         wanted = rows if logit_rows is None else len(logit_rows)
         out = torch.empty(wanted, size if head is None else head.out_features)
@@ -139,7 +151,10 @@ class _Bound:
             steps["index"][0] = inputs.data_ptr()
         steps["tap"][self.tapped] = tapped.data_ptr() + self.columns
         steps["index"][self.layer_steps] = 0 if logit_rows is None else logit_rows.data_ptr()
-        self.program.direct(-1, out)
-        groups = [Rows(rows, positions, plan.slots.contiguous()), Rows(wanted)]
+        self.program.direct(self.layer_steps + (head is not None), out)
+        best = torch.empty(wanted, dtype=torch.int64) if argmax else None
+        if best is not None:
+            steps["x"][-1], steps["out"][-1] = out.data_ptr(), best.data_ptr()
+        groups = [Rows(rows, positions, plan.slots.contiguous()), Rows(wanted), Rows(wanted if argmax else 0)]
         self.program.run(groups, self.memory.plan(plan))
-        return out, tapped
+        return out, tapped, best

@@ -72,7 +72,7 @@ class PassReplay:
         assert bound is not None
         program, of_layers = bound.program, np.arange(len(bound.program.steps)) < bound.layer_steps
         count = len(batch.positions) if wanted is None else len(wanted)
-        groups = [Rows(len(batch.positions), batch.positions.contiguous(), plan.slots), Rows(count)]
+        groups = [Rows(len(batch.positions), batch.positions.contiguous(), plan.slots), Rows(count), Rows(0)]
         units = int(plan.work.call["num_units"][0])
 
         def run(steps: np.ndarray) -> float:
@@ -97,11 +97,11 @@ def _run_steps(
     program: Program, steps: np.ndarray, groups: Sequence[Rows], attention: int, clock: Clock
 ) -> float:
     """Seconds of one run in which only `steps` (a mask) have work."""
-    whole = program._units
-    program._units = np.where(steps, whole, 0)
+    whole = program.cut.copy()
+    program.cut[~steps, 1] = 0
     units = attention if steps[program.of_kind(ATTEND)].any() else 0
     run: Callable[[], None] = lambda: program.run(groups, units)  # noqa: E731
     try:
         return seconds(run, clock)
     finally:
-        program._units = whole
+        program.cut[:] = whole

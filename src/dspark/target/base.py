@@ -29,6 +29,7 @@ class ForwardBatch:
     slots: torch.Tensor  # [N] int64: where each row's KV goes
     logit_rows: torch.Tensor | None = None  # [n] int64 rows whose logits are wanted; None = all
     causal: bool = True
+    argmax: bool = False  # whether the largest logit's token of each of these rows is wanted, too
 
     @property
     def num_rows(self) -> int:
@@ -43,6 +44,7 @@ class ForwardBatch:
 class TargetOutput:
     logits: torch.Tensor  # [n, V], rows as in ForwardBatch.logit_rows
     taps: torch.Tensor | None  # [N, m * hidden]: hidden states of the tapped layers, concatenated
+    argmax: torch.Tensor | None = None  # [n] int64, if it was wanted and the pass found it on its way
 
 
 class Target(Protocol):

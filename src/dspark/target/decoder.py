@@ -232,11 +232,11 @@ class Decoder(nn.Module):
             self._check_taps(taps)
             inputs = batch.token_ids if self._compiled.embedding is not None else self.embed(batch.token_ids)
             keys, values = pool.k[: len(self.layers)], pool.v[: len(self.layers)]  # a drafter's lie behind
-            out, features = self._compiled(
-                inputs, batch.positions, plan, keys, values, taps, batch.logit_rows
+            out, features, best = self._compiled(
+                inputs, batch.positions, plan, keys, values, taps, batch.logit_rows, batch.argmax
             )
             logits = out if self._compiled.head is not None else self.lm_head(out)
-            return TargetOutput(logits=logits, taps=features if taps else None)
+            return TargetOutput(logits, features if taps else None, best)
         scale = self.config.head_dim**-0.5
 
         def attend_in(layer: int) -> Attend:

@@ -99,6 +99,8 @@ class StopChecker:
         """Take the next piece of text. After a match the text is over: nothing more is released."""
         if self.matched is not None:
             return StopResult("", self.matched)
+        if not self._stops:
+            return StopResult(piece, None)
         text = self._recent + piece
         released = len(self._recent) - self._held  # chars of `text` that are out already
         match = self._first_completed(text)

@@ -54,6 +54,7 @@ class Tokenizer:
         config = read_json(config_path) if config_path.exists() else {}
         self.special_tokens = _special_tokens(config)
         self.chat_template = _chat_template(directory, config)
+        self._bytes_of_token: dict[int, bytes] = {}  # of those met so far
         self.eos_token_ids = read_eos_token_ids(directory) or self._eos_from_token()
 
     def _eos_from_token(self) -> tuple[int, ...]:
@@ -88,13 +89,19 @@ class Tokenizer:
         """Ids that `decode` skips."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
-    @property
+    @cached_property
     def is_byte_level(self) -> bool:
         """Whether a text's bytes are its tokens' bytes, one after the other."""
         return isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that token `token_id` of a byte-level vocabulary stands for; b"" for an unknown id."""
+        known = self._bytes_of_token.get(token_id)
+        if known is None:
+            known = self._bytes_of_token[token_id] = self._spelled(token_id)
+        return known
+
+    def _spelled(self, token_id: int) -> bytes:
         if not self.is_byte_level:
             raise DSparkError(f"{self.directory}: only byte-level tokens have bytes of their own")
         token = self.token(token_id)
