@@ -58,7 +58,7 @@ class DSparkPeer:
 
     def decode(self, prompts: list[list[int]], tokens: int, concurrency: int) -> list[list[int]]:
         from dspark.core import SamplingParams
-        from dspark.evaluate.throughput import measure
+        from dspark.evaluate.closed_loop import measure
 
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         outputs = measure(self.engine, prompts, [params] * len(prompts), concurrency).outputs

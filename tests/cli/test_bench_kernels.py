@@ -49,7 +49,7 @@ def test_table_and_file(tiny_model, tmp_path, capsys):
     ("options", "message"),
     [
         (["--rows", "0"], "rows must be"),
-        (["--rows", "one"], "not a list of numbers"),
+        (["--rows", "one"], "not a list of whole numbers"),
         (["--ways", "linear,blas"], "unknown way"),
         (["--repeats", "0"], "repeats"),
         (["--threads", "0"], "--threads"),

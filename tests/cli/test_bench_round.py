@@ -67,7 +67,7 @@ def test_the_table_of_parts_fits_a_terminal(capsys):
     ("options", "message"),
     [
         (["--rows", "0"], "rows must be"),
-        (["--rows", "one"], "not a list of numbers"),
+        (["--rows", "one"], "not a list of whole numbers"),
         (["--context", "1"], "context"),
         (["--rounds", "0"], "rounds"),
         (["--method", "ngram"], "no fixed number of rows"),

@@ -355,7 +355,7 @@ GENERATE = ["generate", "Hi", *FAKE]
         (["chat", *FAKE, "--temperature", "inf"], "finite"),
         ([*BENCH, "--methods", "none,magic"], "unknown method 'magic'"),
         ([*BENCH, "--concurrency", "0"], "concurrency"),
-        ([*BENCH, "--concurrency", "1;2"], "not a list of numbers"),
+        ([*BENCH, "--concurrency", "1;2"], "not a list of whole numbers"),
         ([*BENCH, "--concurrency", "8"], "needs at least 8 prompts"),
         ([*BENCH, "--temperature", "nan"], "temperature"),
         ([*BENCH, "--max-tokens", "-5"], "max_tokens"),

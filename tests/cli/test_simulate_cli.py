@@ -106,7 +106,7 @@ def test_validation_judges(capsys, tmp_path):
         (("--policies", "best"), "no policy 'best'"),
         (("--machine", "abacus"), "no machine"),
         (("--concurrency", "0"), "at least 1 user"),
-        (("--concurrency", "x"), "not a list of numbers"),
+        (("--concurrency", "x"), "not a list of whole numbers"),
         (("--rate", "1", "--arrivals", "gamma"), "gamma:CV"),
         (("--rate", "1", "--trace", "x"), "not allowed with"),
         (("--trace", "/nowhere.csv"), "cannot read the trace"),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dspark.core import DSparkError, RequestMetrics, RequestOutput, SamplingParams, StepEvent
+from dspark.evaluate.closed_loop import measure
 from dspark.evaluate.throughput import (
     Run,
     ThroughputSettings,
-    measure,
     plan_runs,
     run_throughput,
     summarise,

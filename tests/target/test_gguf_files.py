@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
 from dspark.core import DSparkError
-from dspark.target import gguf as conversion
 from dspark.target.gguf import convert_gguf
 from dspark.target.hf import read_config, read_weights, weights_identity
 from dspark.target.tokenizer import Tokenizer
@@ -304,7 +303,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: p
         return dequantize(*args)
 
     dequantize = gguf.dequantize
-    monkeypatch.setattr(conversion.gguf, "dequantize", interrupted)
+    monkeypatch.setattr(gguf, "dequantize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

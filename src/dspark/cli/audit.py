@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.lists import integers
 from dspark.cli.options import DEFAULT_MODEL, load_llm, speculative_config
 from dspark.drafters.methods import METHODS
 from dspark.schedule.names import POLICIES
@@ -68,7 +69,7 @@ def _add_engine_options(group: Any) -> None:
     option(
         "drafters", str, "LIST", "names, checkpoint directories, and your own as module:factory of a target"
     )
-    option("draft-lengths", _whole_numbers, "LIST", "drafts a round; default: 1 and each drafter's block")
+    option("draft-lengths", integers, "LIST", "drafts a round; default: 1 and each drafter's block")
     option("prompts", int, "N", "first N of the built-in prompts")
     option("tokens", int, "N", "of each answer that must equal plain decoding's")
     option("samples", int, "N", "answers to each prompt whose distribution is compared; 0 leaves that out")
@@ -80,13 +81,6 @@ def _add_engine_options(group: Any) -> None:
     option("dtype", str, "DTYPE", "of the weights and the KV cache")
     option("activation-dtype", str, "DTYPE", "inputs of products with quantised weights: auto, float32, int8")
     option("threads", int, "N", "CPU threads")
-
-
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,3,7") from None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.cli import bench_kernels, bench_round
+from dspark.cli.bench_report import add_json_option, check_json_path, write_report
+from dspark.cli.lists import floats, integers
 from dspark.cli.options import (
     add_model_options,
     add_schedule_options,
@@ -22,8 +22,6 @@ from dspark.schedule.names import POLICIES
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from dspark.evaluate.throughput import ThroughputSettings
 
 __all__ = ["add_parser", "read_conversations"]
 
@@ -44,8 +42,10 @@ def add_parser(verbs: Any) -> None:
         metavar="LIST",
         help="%(default)s; ratios refer to none; dspark:auto is dspark under the policy auto",
     )
-    throughput.add_argument("--concurrency", type=_ints, default="1,4,16", metavar="LIST", help="%(default)s")
-    throughput.add_argument("--temperature", type=_floats, default="0,1", metavar="LIST", help="%(default)s")
+    throughput.add_argument(
+        "--concurrency", type=integers, default="1,4,16", metavar="LIST", help="%(default)s"
+    )
+    throughput.add_argument("--temperature", type=floats, default="0,1", metavar="LIST", help="%(default)s")
     throughput.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="of each answer (%(default)s)"
     )
@@ -57,7 +57,7 @@ def add_parser(verbs: Any) -> None:
     )
     throughput.add_argument("--repeats", type=int, default=3, metavar="N", help="%(default)s")
     throughput.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
-    throughput.add_argument("--json", metavar="PATH", help="write every figure there; - is stdout")
+    add_json_option(throughput)
     add_model_options(throughput, with_method=False)
     add_schedule_options(throughput)
     throughput.set_defaults(run=run)
@@ -78,24 +78,10 @@ def _methods(text: str) -> tuple[str, ...]:
     return names
 
 
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(_numbers(text, int))
-
-
-def _floats(text: str) -> tuple[float, ...]:
-    return tuple(_numbers(text, float))
-
-
-def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
-    try:
-        return list(dict.fromkeys(kind(part) for part in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,4") from None
-
-
 def run(args: argparse.Namespace) -> int:
     """Check the settings, load one LLM a method, measure, report."""
-    from dspark.evaluate.throughput import ThroughputSettings, check_prompts, run_throughput
+    from dspark.cli.progress import progress_bar
+    from dspark.evaluate.throughput import ThroughputSettings, check_prompts, plan_runs, run_throughput
 
     settings = ThroughputSettings(
         concurrency=args.concurrency,
@@ -112,9 +98,11 @@ def run(args: argparse.Namespace) -> int:
     llms = {m: load_llm(args, config, max_num_seqs=max(args.concurrency)) for m, config in configs.items()}
     tokenizer = next(iter(llms.values())).tokenizer
     prompts = [tokenizer.apply_chat_template(messages) for messages in conversations]
-    with _progress(len(llms), settings) as progress:
-        results = run_throughput({m: llm.engine for m, llm in llms.items()}, prompts, settings, progress)
-    _report(args, prompts, results)
+    engines = {method: llm.engine for method, llm in llms.items()}
+    with progress_bar("runs", len(list(plan_runs(args.methods, settings)))) as advance:
+        results = run_throughput(engines, prompts, settings, lambda run: advance())
+    measured = {"num_prompts": len(prompts), "prompt_tokens": sum(map(len, prompts))}
+    write_report(args, "throughput", results, _show, measured)
     return 0
 
 
@@ -124,8 +112,7 @@ def _check(args: argparse.Namespace) -> None:
     trained = {m.partition(":")[0].removesuffix(LOOKUP) for m in args.methods} & set(TRAINED)
     if args.drafter is not None and len(trained) != 1:
         raise DSparkError(f"--drafter needs exactly one of {' and '.join(TRAINED)} among --methods")
-    if args.json not in (None, "-") and not Path(args.json).parent.is_dir():
-        raise DSparkError(f"no directory {str(Path(args.json).parent)!r} for the report: create it first")
+    check_json_path(args.json)
 
 
 def _config(args: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -176,49 +163,15 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
     raise DSparkError(f"{where}: expected an object with messages, turns or prompt")
 
 
-@contextmanager
-def _progress(methods: int, settings: ThroughputSettings) -> Iterator[Callable[[object], None]]:
-    """A bar on stderr; the function it gives is called behind each run."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def _show(report: dict[str, Any]) -> None:
+    from dspark.cli.terminal import Output
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        total = methods * settings.repeats * len(settings.concurrency) * len(settings.temperature)
-        task = bar.add_task("runs", total=total)
-        yield lambda run: bar.advance(task)
-
-
-def _report(args: argparse.Namespace, prompts: list[list[int]], results: dict[str, Any]) -> None:
-    """The JSON report where it was asked for; a table unless that is stdout."""
-    from dspark.cli.machine import machine, versions
-    from dspark.cli.terminal import Output, plain_json, write_json
-
-    hidden = ("run", "verb", "bench", "json", "model")
-    settings = {key: value for key, value in vars(args).items() if key not in hidden}
-    report = {
-        "format": "dspark-throughput",
-        "format_version": 1,
-        "versions": versions(),
-        "machine": machine(),
-        "model": args.model,
-        "settings": {**settings, "num_prompts": len(prompts), "prompt_tokens": sum(map(len, prompts))},
-        **results,
-    }
-    if args.json == "-":
-        return write_json(report, indent=1)
-    if args.json is not None:
-        text = json.dumps(plain_json(report), indent=1, allow_nan=False)
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
-    return Output().print(_table(report["summary"]))
+    Output().print(_table(report["summary"]))
 
 
 def _table(summary: list[dict[str, Any]]) -> Table:
     """Medians, with the range over repeats where it matters. Fits a terminal of 80 columns."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from dspark.cli.terminal import figure
+    from dspark.cli.terminal import figure, plain_table
 
     def median(spread: dict[str, float] | None) -> str:
         return figure(None if spread is None else spread["median"])
@@ -231,9 +184,7 @@ def _table(summary: list[dict[str, Any]]) -> Table:
 
     caption = "median (min..max) over repeats, prompt processing included; len., n.l.: accepted length of"
     caption += " all and of non-looping outputs; rep.: share of repeated 4-grams; = none: same ids at T = 0"
-    table = Table(
-        box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False
-    )
+    table = plain_table(caption)
     for column in ("T", "c", "method"):
         table.add_column(column)
     for column in ("tokens/s", "x none", "len.", "n.l.", "rep.", "= none"):

@@ -10,11 +10,10 @@ from dspark.cli.bench_report import (
     ROWS,
     add_json_option,
     check_json_path,
-    progress,
     ranged,
-    row_counts,
     write_report,
 )
+from dspark.cli.lists import integers
 from dspark.cli.options import DEFAULT_MODEL, set_threads
 
 __all__ = ["add_parser"]
@@ -37,7 +36,7 @@ def add_parser(benches: Any) -> None:
         help="known name, Hugging Face directory or .gguf file (%(default)s)",
     )
     parser.add_argument(
-        "--rows", type=row_counts, default=ROWS, metavar="LIST", help="multiplied at once (%(default)s)"
+        "--rows", type=integers, default=ROWS, metavar="LIST", help="multiplied at once (%(default)s)"
     )
     parser.add_argument(
         "--ways", type=_ways, default=",".join(WAYS), metavar="LIST", help="what to compare (%(default)s)"
@@ -60,6 +59,7 @@ def _ways(text: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Check, load, measure, report."""
+    from dspark.cli.progress import progress_bar
     from dspark.kernels.compilation import compile_kernels
     from dspark.measure import KernelSettings, measure_kernels, model_weights
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         set_threads(args.threads)
     compile_kernels(_say)
     weights = model_weights(args.model, _say)
-    with progress(settings.repeats + 1) as advance:
+    with progress_bar("repeats", settings.repeats + 1) as advance:
         facts = measure_kernels(weights, settings, advance)
     if facts["unsupported"]:
         _say(f"left out, this processor cannot: {', '.join(facts['unsupported'])}")
@@ -82,18 +82,13 @@ def _say(message: str) -> None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from dspark.cli.terminal import Output
+    from dspark.cli.terminal import Output, plain_table
 
     caption = (
         "median (min..max) over repeats; % of: the fastest read of as many bytes, a large float32 product, "
     )
     caption += "and the nearer of the two limits"
-    table = Table(
-        box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False
-    )
+    table = plain_table(caption)
     table.add_column("rows", justify="right")
     table.add_column("way")
     for column in ("ms", "GB/s", "GFLOP/s", "% read", "% comp.", "% limit"):

@@ -1,25 +1,16 @@
-"""What the benchmarks of `dspark bench` share: lists of numbers, a bar, the report file."""
+"""What the benchmarks of `dspark bench` share: the report file."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_json_option", "check_json_path", "progress", "ranged", "row_counts", "write_report"]
+__all__ = ["add_json_option", "check_json_path", "ranged", "write_report"]
 
 ROWS = "1,2,4,6,8,16,64"
-
-
-def row_counts(text: str) -> tuple[int, ...]:
-    """For argparse: 1,2,4 -> (1, 2, 4), each once."""
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,6") from None
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -38,33 +29,30 @@ def check_json_path(path: str | None) -> None:
         raise DSparkError(f"no directory {str(Path(path).parent)!r} for the report: create it first")
 
 
-@contextmanager
-def progress(repeats: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; the function it gives is called behind each repeat."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("repeats", total=repeats)
-        yield lambda: bar.advance(task)
-
-
 def write_report(
-    args: argparse.Namespace, kind: str, facts: dict[str, Any], show: Callable[[dict[str, Any]], None]
+    args: argparse.Namespace,
+    kind: str,
+    facts: Mapping[str, Any],
+    show: Callable[[dict[str, Any]], None],
+    measured: Mapping[str, Any] | None = None,
 ) -> None:
-    """The JSON report where `--json` asked for it; `show` prints it unless that is stdout."""
+    """The JSON report where `--json` asked for it; `show` prints it unless that is stdout.
+
+    Args:
+        measured: what belongs to the settings, but is no option.
+    """
     from dspark.cli.machine import machine, versions
     from dspark.cli.terminal import plain_json, write_json
 
     hidden = ("run", "verb", "bench", "json", "model")
+    options = {key: value for key, value in vars(args).items() if key not in hidden}
     report = {
         "format": f"dspark-{kind}",
         "format_version": 1,
         "versions": versions(),
         "machine": machine(),
         "model": args.model,
-        "settings": {key: value for key, value in vars(args).items() if key not in hidden},
+        "settings": {**options, **(measured or {})},
         **facts,
     }
     if args.json == "-":

@@ -10,11 +10,10 @@ from dspark.cli.bench_report import (
     ROWS,
     add_json_option,
     check_json_path,
-    progress,
     ranged,
-    row_counts,
     write_report,
 )
+from dspark.cli.lists import integers
 from dspark.cli.options import add_model_options, set_threads, speculative_config
 
 __all__ = ["add_parser"]
@@ -31,9 +30,7 @@ def add_parser(benches: Any) -> None:
         epilog="Rounds are an engine's own, on built-in prompts. The compiled pass is then run again with kinds of "
         "steps left out; see docs/performance.md.",
     )
-    parser.add_argument(
-        "--rows", type=row_counts, default=ROWS, metavar="LIST", help="of a pass (%(default)s)"
-    )
+    parser.add_argument("--rows", type=integers, default=ROWS, metavar="LIST", help="of a pass (%(default)s)")
     parser.add_argument(
         "--context", type=int, default=256, metavar="N", help="tokens of each request (%(default)s)"
     )
@@ -52,6 +49,7 @@ def add_parser(benches: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, load, measure, report."""
+    from dspark.cli.progress import progress_bar
     from dspark.core import DSparkError
     from dspark.data import load_prompts
     from dspark.drafters.registry import build_drafter
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     drafts = args.num_speculative_tokens or (drafter.max_draft if drafter is not None else block.length)
     settings = RoundSettings(**chosen, drafts=drafts)
     texts = [loaded.tokenizer.apply_chat_template(prompt.messages) for prompt in load_prompts()]
-    with progress(settings.repeats + 1) as advance:
+    with progress_bar("repeats", settings.repeats + 1) as advance:
         facts = measure_rounds(loaded.decoder, drafter, texts, settings, advance)
     write_report(args, "round", {"drafts": drafts, **facts}, _show)
     return 0
@@ -110,12 +108,9 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _table(caption: str, columns: tuple[str, ...]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from dspark.cli.terminal import plain_table
 
-    table = Table(
-        box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False
-    )
+    table = plain_table(caption)
     for column in columns:
         table.add_column(column, justify="right")
     return table

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.cli.options import add_model_options, load_llm, speculative_config
+from dspark.cli.calibrate_rounds import chosen_rounds, rounds_path
+from dspark.cli.lists import floats
+from dspark.cli.options import add_model_options
 
 if TYPE_CHECKING:
-    from dspark.calibrate import Calibration, Evaluation, Rounds
-    from dspark.calibrate.collect import Job
-    from dspark.calibrate.jobs import CalibrationPrompt
-    from dspark.calibrate.rounds import Source
+    from dspark.calibrate import Calibration, Evaluation
 
 __all__ = ["add_parser"]
-
-_SAVE_EVERY = 8  # finished answers
-_TEMPERATURES = (0.0, 1.0)
 
 
 def add_parser(verbs: Any) -> None:
@@ -66,7 +60,7 @@ def _add_rounds_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--temperatures",
-        type=_floats,
+        type=floats,
         metavar="LIST",
         help="those you serve at; 0,1 unless the rounds say otherwise",
     )
@@ -107,13 +101,6 @@ def _add_fit_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _floats(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1") from None
-
-
 def run(args: argparse.Namespace) -> int:
     """Collect what is missing, fit on some prompts, judge on the others, save an improvement."""
     from dspark.calibrate import (
@@ -132,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     bins = Bins(args.bins, args.binning)
     given = None if args.check is None else load_calibration(Path(args.check))
-    rounds = _rounds(args)
+    rounds = chosen_rounds(args)
     to_fit, held_out = rounds.split(args.held_out, args.seed)
     calibration = fit(to_fit, bins, args.labels, args.offsets) if given is None else given
     if given is not None:
@@ -179,107 +166,10 @@ def _with_provenance(args: argparse.Namespace, calibration: Calibration) -> Cali
     named = tuple(f"{name} {version}" for name, version in versions().items() if version is not None)
     dataset = f"{args.prompts} built-in prompts" if args.prompts.isdecimal() else Path(args.prompts).name
     if args.no_collect:
-        dataset = _rounds_path(args).name
+        dataset = rounds_path(args).name
     return replace(
         calibration, dataset=dataset, versions=named, created=f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}"
     )
-
-
-def _rounds_path(args: argparse.Namespace) -> Path:
-    if args.rounds is not None:
-        return Path(args.rounds)
-    out = Path(args.out)
-    return out.with_name(f"{out.stem}.rounds.safetensors")
-
-
-def _rounds(args: argparse.Namespace) -> Rounds:
-    """The rounds to work on: at --temperatures, where these are given."""
-    from dspark.calibrate import load_rounds
-    from dspark.core import DSparkError
-
-    path = _rounds_path(args)
-    rounds = load_rounds(path) if args.no_collect else _collected(args, path)
-    if args.temperatures is not None:
-        rounds = rounds.of_answers([a.temperature in args.temperatures for a in rounds.answers])
-    if not len(rounds):
-        raise DSparkError(f"{path} holds no rounds at these temperatures: collect some first")
-    return rounds
-
-
-def _collected(args: argparse.Namespace, path: Path) -> Rounds:
-    """Load the model and add to the file at `path` what it lacks."""
-    from dspark.calibrate import load_rounds
-    from dspark.calibrate.jobs import drafter_directory, plan_jobs, source_of
-    from dspark.core import DSparkError
-
-    prompts = _prompts(args.prompts)
-    if args.concurrency < 1:
-        raise DSparkError(f"--concurrency must be 1 or more, got {args.concurrency}")
-    config = speculative_config("dspark", args.drafter, args.num_speculative_tokens)
-    llm = load_llm(args, config, max_num_seqs=args.concurrency)
-    directory = drafter_directory(args.drafter, llm.engine.target.identity)
-    source = source_of(llm.engine, directory, args.model, args.num_speculative_tokens)
-    jobs = plan_jobs(
-        prompts,
-        llm.tokenizer.apply_chat_template,
-        args.temperatures or _TEMPERATURES,
-        samples=args.samples,
-        max_tokens=args.max_tokens,
-        seed=args.seed,
-    )
-    known = [load_rounds(path)] if path.exists() else []
-    for part in known:
-        part.source.check_same(source, str(path))
-    done = {answer for part in known for answer in part.answers}
-    missing = [job for job in jobs if job.answer not in done]
-    return _collect(args, llm.engine, missing, source, known, path)
-
-
-def _collect(
-    args: argparse.Namespace, engine: Any, jobs: list[Job], source: Source, known: list[Rounds], path: Path
-) -> Rounds:
-    """Save as answers end; what is cut short goes on where it was."""
-    from dspark.calibrate import Rounds, save_rounds
-    from dspark.calibrate.collect import collect
-    from dspark.cli.progress import StatusLine
-
-    parts, saved = list(known), len(known)
-    ended, rounds = 0, sum(map(len, known))
-    try:
-        with StatusLine(lambda: f"calibrate: {ended} of {len(jobs)} answers, {rounds} rounds") as status:
-            for part in collect(engine, jobs, source, args.concurrency):
-                parts.append(part)
-                ended, rounds = ended + 1, rounds + len(part)
-                status.tick()
-                if len(parts) - saved >= _SAVE_EVERY:
-                    parts = [Rounds.join(parts)]
-                    save_rounds(path, parts[0])
-                    saved = 1
-    finally:
-        if len(parts) > saved:
-            save_rounds(path, Rounds.join(parts))
-    return Rounds.join(parts)
-
-
-def _prompts(prompts: str) -> list[CalibrationPrompt]:
-    """Built-in prompts, or those of a file, which are told apart by what they say."""
-    from dspark.calibrate.jobs import CalibrationPrompt
-    from dspark.core import DSparkError
-    from dspark.data import load_prompts
-    from dspark.evaluate.conversations import load_prompt_sets
-
-    if prompts.isdecimal():
-        if int(prompts) < 2:
-            raise DSparkError(
-                f"--prompts must be 2 or more, one to fit to and one to judge by, got {prompts}"
-            )
-        return [CalibrationPrompt(p.id, p.domain, p.messages) for p in load_prompts(limit=int(prompts))]
-    (chosen,) = load_prompt_sets([prompts])
-    found = {}
-    for c in chosen.conversations:
-        key = hashlib.sha256(json.dumps(c.messages, sort_keys=True).encode()).hexdigest()[:16]
-        found[key] = CalibrationPrompt(key, c.domain, c.messages)
-    return list(found.values())
 
 
 def _report(args: argparse.Namespace, evaluation: Evaluation, saved: bool, hint: str | None) -> None:
@@ -290,7 +180,7 @@ def _report(args: argparse.Namespace, evaluation: Evaluation, saved: bool, hint:
     if args.diagram is not None:
         Path(args.diagram).write_text(reliability_svg(evaluation.all), "utf-8")
     if args.json:
-        files = {"saved": args.out if saved else None, "rounds_file": str(_rounds_path(args))}
+        files = {"saved": args.out if saved else None, "rounds_file": str(rounds_path(args))}
         write_json({**evaluation.as_dict(), "hint": hint, **files}, indent=1)
     else:
         out = Output()

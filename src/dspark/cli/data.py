@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.lists import floats
 from dspark.cli.options import DEFAULT_MODEL, add_model_options, load_llm, speculative_config
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _add_generate(actions: Any) -> None:
         "--self-prompts", type=int, default=0, metavar="N", help="let the target write N prompts itself"
     )
     parser.add_argument(
-        "--temperatures", type=_temperatures, default="0,0.3,0.7,1.0", metavar="LIST", help="%(default)s"
+        "--temperatures", type=floats, default="0,0.3,0.7,1.0", metavar="LIST", help="%(default)s"
     )
     parser.add_argument(
         "--answers-per-prompt", type=int, metavar="N", help="default: one at every temperature"
@@ -100,13 +101,6 @@ def _add_inspect(actions: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_inspect)
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,0.7") from None
 
 
 def _sizes(text: str) -> tuple[int, ...]:

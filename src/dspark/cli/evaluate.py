@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.evaluate_report import report
+from dspark.cli.lists import floats
 from dspark.cli.options import DEFAULT_MODEL, load_llm, speculative_config
 from dspark.drafters.methods import NAMES
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dspark.evaluate.cells import Cell, CellStore
+    from dspark.evaluate.cells import CellStore
     from dspark.evaluate.conversations import PromptSet
-    from dspark.evaluate.evaluation import EvaluationSettings, Group
+    from dspark.evaluate.evaluation import EvaluationSettings
 
 __all__ = ["add_parser"]
 
@@ -47,9 +45,7 @@ def add_parser(verbs: Any) -> None:
         help="builtin, or .jsonl files (%(default)s)",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="first N prompts of each set; default: all")
-    parser.add_argument(
-        "--temperatures", type=_temperatures, default="0,1", metavar="LIST", help="%(default)s"
-    )
+    parser.add_argument("--temperatures", type=floats, default="0,1", metavar="LIST", help="%(default)s")
     parser.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="of each answer (%(default)s)"
     )
@@ -67,13 +63,6 @@ def add_parser(verbs: Any) -> None:
     _add_collision_options(parser)
     _add_model_options(parser)
     parser.set_defaults(run=run)
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1") from None
 
 
 def _add_collision_options(parser: argparse.ArgumentParser) -> None:
@@ -163,9 +152,9 @@ def run(args: argparse.Namespace) -> int:
         if store.missing(keys):
             _measure(args, settings, sets, entrants, store, len(groups))
     except KeyboardInterrupt:
-        _report(args, store, [store.cells[key] for key in keys if key in store.cells], complete=False)
+        report(args, store, [store.cells[key] for key in keys if key in store.cells], complete=False)
         raise
-    return _report(args, store, [store.cells[key] for key in keys], complete=True)
+    return report(args, store, [store.cells[key] for key in keys], complete=True)
 
 
 def _entrants(args: argparse.Namespace) -> list[_Entrant]:
@@ -226,6 +215,7 @@ def _measure(
     num_groups: int,
 ) -> None:
     """Load the target once, and every drafter over it."""
+    from dspark.cli.progress import progress_bar
     from dspark.drafters.registry import build_drafter
     from dspark.evaluate.evaluation import make_contestants, run_evaluation
 
@@ -238,98 +228,13 @@ def _measure(
         assert drafter is not None, "only plain decoding has no drafter"
         drafters[entrant.label] = (drafter, policy)
     contestants = make_contestants(target, drafters, tokenizer, config, settings)
-    with _progress(num_groups) as progress:
+    with progress_bar("groups", num_groups) as advance:
         run_evaluation(
-            contestants, sets, settings, store, target, lambda m: tokenizer.apply_chat_template(m), progress
+            contestants,
+            sets,
+            settings,
+            store,
+            target,
+            lambda messages: tokenizer.apply_chat_template(messages),
+            lambda group: advance(f"{group.prompts} T={group.temperature:g}"),
         )
-
-
-@contextmanager
-def _progress(groups: int) -> Iterator[Callable[[Group], None]]:
-    """A bar on stderr; the function it gives is called behind each group."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("groups", total=groups)
-        yield lambda group: bar.update(
-            task, advance=1, description=f"{group.prompts} T={group.temperature:g}"
-        )
-
-
-def _report(args: argparse.Namespace, store: CellStore, cells: Sequence[Cell], complete: bool) -> int:
-    """Write the files, print a table or JSON; the exit code."""
-    from dspark.cli.machine import machine, versions
-    from dspark.cli.terminal import Output, plain_json, write_json
-    from dspark.evaluate.figures import draw_figures
-    from dspark.evaluate.reporting import describe_divergence, write_report
-    from dspark.evaluate.summary import DEFINITIONS, first_divergences, summarise
-
-    settings = {
-        key: value for key, value in vars(args).items() if key not in ("run", "verb", "json", "model")
-    }
-    divergences = first_divergences(cells)
-    report = plain_json(
-        {
-            "format": "dspark-evaluation",
-            "format_version": 1,
-            "complete": complete,
-            "model": args.model,
-            "versions": versions(),
-            "machine": machine(),
-            "settings": settings,
-            "definitions": DEFINITIONS,
-            "divergences": divergences,
-            "summary": summarise(cells),
-        }
-    )
-    figures = draw_figures(store.directory, report["summary"]) if args.figures else []
-    write_report(store.directory, report, figures)
-    if args.json:
-        write_json(report, indent=1)
-    else:
-        out = Output()
-        out.print(_table(report["summary"]))
-        out.print(f"{store.directory}: report.md, summary.csv, positions.csv, evaluation.json")
-    if divergences:
-        print(f"NOT identical to plain decoding: {describe_divergence(divergences[0])}", file=sys.stderr)
-    return int(bool(divergences))
-
-
-def _table(summary: Sequence[dict[str, Any]]) -> Table:
-    """The figures over all domains; the report has the rest. Fits a terminal of 80 columns."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from dspark.cli.terminal import figure
-    from dspark.evaluate.summary import OVERALL
-
-    caption = "len.: accepted length, bonus included (95% over prompts); n.l.: of non-looping\n"
-    caption += "outputs; coll.: cross-mode collisions, %; draft: ms a round; tok/s and its\n"
-    caption += "ratio to none: prompt processing included"
-    table = Table(
-        box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False
-    )
-    for column in ("prompts", "T", "drafter"):
-        table.add_column(column, overflow="fold")
-    for column in ("len.", "n.l.", "coll.", "draft", "tok/s", "x none"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for entry in summary:
-        if entry["domain"] != OVERALL:
-            continue
-        low, high = entry["accepted_length_interval"] or (None, None)
-        length = figure(entry["accepted_length"]) + (f" ({low:.2f}..{high:.2f})" if low is not None else "")
-        rate = entry["collisions"]["rate"]
-        table.add_row(
-            entry["prompts"],
-            f"{entry['temperature']:g}",
-            entry["drafter"],
-            length,
-            figure(entry["accepted_length_non_looping"]),
-            figure(None if rate is None else 100 * rate),
-            figure(entry["draft_ms"], 1),
-            figure(entry["tokens_per_s"], 1),
-            figure(entry["speedup"] and entry["speedup"]["median"]),
-        )
-    return table

@@ -108,12 +108,9 @@ def _say(message: str) -> None:
 
 
 def _print(cost: dict[str, Any], noise: float | None) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from dspark.cli.terminal import Output, plain_table
 
-    from dspark.cli.terminal import Output
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table()
     for column in ("rows", "ms a pass", "ms a row"):
         table.add_column(column, justify="right")
     for rows, seconds in zip(cost["tokens"], cost["seconds"], strict=True):

@@ -1,17 +1,19 @@
-"""How far a long job is: a line that changes in place on a terminal, and is printed now and then elsewhere."""
+"""How far a long job is: a bar of things done, or a line of one's own that is printed now and then off a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-__all__ = ["StatusLine", "duration"]
+__all__ = ["StatusLine", "duration", "progress_bar"]
 
 
 def duration(seconds: float) -> str:
@@ -22,6 +24,19 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[..., None]]:
+    """A bar on stderr; the function it gives is called behind each of `total` things, with a new title or none."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total)
+
+        def advance(title: str | None = None) -> None:
+            bar.update(task, advance=1, description=title)
+
+        yield advance
 
 
 class StatusLine:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dspark.cli.lists import floats, integers
 from dspark.cli.simulate_runs import (
     DEFAULT_POLICIES,
     run_capacity,
@@ -55,10 +55,10 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("traffic")
     load = group.add_mutually_exclusive_group()
     load.add_argument(
-        "--concurrency", type=_ints, metavar="LIST", help="users of a closed loop (1,4,16,64 by default)"
+        "--concurrency", type=integers, metavar="LIST", help="users of a closed loop (1,4,16,64 by default)"
     )
     load.add_argument(
-        "--rate", type=_floats, metavar="LIST", help="requests per second that come when they come"
+        "--rate", type=floats, metavar="LIST", help="requests per second that come when they come"
     )
     load.add_argument(
         "--trace",
@@ -72,7 +72,7 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
         help="with --rate: poisson, gamma:CV, or on-off:ON:OFF in seconds (%(default)s)",
     )
     group.add_argument(
-        "--speed", type=_floats, default="1", metavar="LIST", help="with --trace: times faster (1)"
+        "--speed", type=floats, default="1", metavar="LIST", help="with --trace: times faster (1)"
     )
     group.add_argument(
         "--think",
@@ -171,21 +171,6 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--csv", metavar="PATH", help="write every metric of every cell there")
     group.add_argument("--markdown", metavar="PATH", help="write the report there")
     group.add_argument("--figures", metavar="DIR", help="draw the frontier and the budget (needs matplotlib)")
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(_numbers(text, int))
-
-
-def _floats(text: str) -> tuple[float, ...]:
-    return tuple(_numbers(text, float))
-
-
-def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
-    try:
-        return list(dict.fromkeys(kind(part) for part in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,4") from None
 
 
 def run(args: argparse.Namespace) -> int:

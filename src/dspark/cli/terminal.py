@@ -1,4 +1,4 @@
-"""What the verbs print with: consoles, colours of token origins, JSON, one-line figures."""
+"""What the verbs print with: consoles, colours of token origins, tables, JSON, one-line figures."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ import sys
 from collections import deque
 from typing import Any, NoReturn
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from dspark.core import StepEvent, TokenOrigin
 from dspark.target.detokenize import Detokenizer
 from dspark.target.tokenizer import Tokenizer
 
-__all__ = ["ORIGIN_STYLES", "OriginPainter", "Output", "figure", "legend", "plain_json", "write_json"]
+__all__ = [
+    "ORIGIN_STYLES",
+    "OriginPainter",
+    "Output",
+    "figure",
+    "legend",
+    "plain_json",
+    "plain_table",
+    "write_json",
+]
 
 ORIGIN_STYLES: dict[TokenOrigin, str] = {
     "accepted": "green",
@@ -89,6 +100,13 @@ def legend() -> Text:
 def figure(value: float | None, digits: int = 2) -> str:
     """A number for people, "-" where there is none."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def plain_table(caption: str | None = None) -> Table:
+    """A table without lines but the one below its head."""
+    return Table(
+        box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1, 0, 0), pad_edge=False
+    )
 
 
 def plain_json(value: Any) -> Any:

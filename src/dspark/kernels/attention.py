@@ -18,7 +18,7 @@ import torch
 from dspark.core import DSparkError
 from dspark.kernels import attention_cpu as fast
 from dspark.kernels.bounds import largest, longest_total
-from dspark.kernels.lowbit_numba import runs_here as converts_halves
+from dspark.kernels.floats_numba import runs_here as converts_halves
 from dspark.target.base import ForwardBatch
 
 __all__ = [

@@ -23,10 +23,10 @@ from dspark.kernels.attention_numba import (
     STRIP,
     TILE_ROWS,
     attend_worker,
-    store_worker,
 )
 from dspark.kernels.parallel import parallel
 from dspark.kernels.simd import LANES
+from dspark.kernels.store_numba import store_worker
 from dspark.kernels.worker import load_worker
 
 __all__ = ["Work", "attend", "compile_workers", "store", "supports"]

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
-"""The compiled kernels behind `attention_cpu`: online softmax over blocks in place, and storing new rows.
+"""The compiled kernel behind `attention_cpu`: online softmax over the blocks of the pool, in place.
 
-Both take one structure of arguments (`CALL`). Numba types what is in it, so nothing here is annotated.
+It takes one structure of arguments (`CALL`), as `store_numba` does. Numba types what is in it, so nothing here is
+annotated.
 """
 
 import numpy as np
@@ -11,12 +12,11 @@ from dspark.kernels.attention_simd import (
     MASKED,
     mix_values,
     prefetch,
-    scatter_halves,
     score_keys,
     softmax_strip,
-    store_halves,
 )
-from dspark.kernels.simd import LANES, fetch_add, pointer
+from dspark.kernels.memory import fetch_add, floats, integers
+from dspark.kernels.simd import LANES
 
 __all__ = [
     "CALL",
@@ -27,9 +27,6 @@ __all__ = [
     "attend_unit",
     "attend_worker",
     "attention_scratch",
-    "store_key",
-    "store_value",
-    "store_worker",
 ]
 
 TILE_ROWS = 16
@@ -47,21 +44,11 @@ CALL_TYPE = from_dtype(CALL)
 # `kv_bytes`: of a number in the pool: 4 for float32, 2 for float16. Sums are float32 either way.
 
 
-@njit(inline="always")
-def _floats(address, count):
-    return carray(pointer(address, np.float32(0)), count)
-
-
-@njit(inline="always")
-def _integers(address, count):
-    return carray(pointer(address, np.int64(0)), count)
-
-
 @njit
 def _load_queries(call, item, kv_head, queries):
     """Copy the item's queries to [rows x group, head_dim], scaled for base-2 exponentials."""
     group, dim = call.heads // call.kv_heads, call.head_dim
-    q = _floats(call.q, call.num_rows * call.heads * dim)
+    q = floats(call.q, call.num_rows * call.heads * dim)
     scale = np.float32(call.scale * 1.4426950408889634)
     for row in range(item[1], item[2]):
         source = (row * call.heads + kv_head * group) * dim
@@ -87,7 +74,7 @@ def _micro(count, half, call, blocks, strip_blocks, low, high, q, s, stats, acc)
             VECTORS, s + 4 * m * STRIP, low[m], high[m], stats + 128 * m, stats + 128 * m + 64
         )
         if shrink != np.float32(1.0):
-            values = _floats(acc + 4 * m * dim, dim)
+            values = floats(acc + 4 * m * dim, dim)
             for i in range(dim):
                 values[i] *= shrink
     for b in range(strip_blocks):
@@ -131,10 +118,10 @@ def _strip(call, item, kv_head, start, scratch):
     """All queries of an item over positions start .. start + STRIP."""
     queries, scores, stats, acc, blocks, low, high = scratch
     group, size = call.heads // call.kv_heads, call.block_size
-    first = _integers(call.query_start, call.num_requests + 1)[item[0]]
-    stop = _integers(call.query_start, call.num_requests + 1)[item[0] + 1]
-    context = _integers(call.context_lens, call.num_requests)[item[0]]
-    tables = _integers(call.tables, call.num_requests * call.max_blocks)
+    first = integers(call.query_start, call.num_requests + 1)[item[0]]
+    stop = integers(call.query_start, call.num_requests + 1)[item[0] + 1]
+    context = integers(call.context_lens, call.num_requests)[item[0]]
+    tables = integers(call.tables, call.num_requests * call.max_blocks)
     num_queries = (item[2] - item[1]) * group
     for m in range(num_queries):
         position = context + item[1] + m // group - first
@@ -157,32 +144,6 @@ def _strip(call, item, kv_head, start, scratch):
 
 
 @njit
-def store_key(call, x, head, offset):
-    """x [head_dim] to position `offset` of a block of keys [head_dim, block_size]; `head` numbers such blocks."""
-    dim, size = call.head_dim, call.block_size
-    at = head * dim * size + offset
-    if call.kv_bytes == 2:
-        scatter_halves(x, call.k_pool + 2 * at, dim, size)
-        return
-    key, keys = _floats(x, dim), _floats(call.k_pool + 4 * at, dim * size)
-    for i in range(dim):
-        keys[i * size] = key[i]
-
-
-@njit
-def store_value(call, x, head, offset):
-    """x [head_dim] to position `offset` of a block of values [block_size, head_dim]."""
-    dim = call.head_dim
-    at = (head * call.block_size + offset) * dim
-    if call.kv_bytes == 2:
-        store_halves(x, call.v_pool + 2 * at, dim)
-        return
-    value, values = _floats(x, dim), _floats(call.v_pool + 4 * at, dim)
-    for i in range(dim):
-        values[i] = value[i]
-
-
-@njit
 def _merge(acc, stats, more, peak, mass):
     """Add a chunk's (more, peak, mass) to the running (acc, stats = [peak, mass]) of one query."""
     new = max(stats[0], peak)
@@ -196,7 +157,7 @@ def _merge(acc, stats, more, peak, mass):
 def _finish(call, row, head, acc, mass):
     """Divide by the softmax's denominator and write the output of one query."""
     dim = call.head_dim
-    out = _floats(call.out + 4 * (row * call.heads + head) * dim, dim)
+    out = floats(call.out + 4 * (row * call.heads + head) * dim, dim)
     inverse = np.float32(1.0) / mass
     for i in range(dim):
         out[i] = acc[i] * inverse
@@ -210,8 +171,8 @@ def _merge_tile(call, item, kv_head, acc, stats):
         for head in range(kv_head * group, (kv_head + 1) * group):
             for chunk in range(item[5]):
                 at = (item[6] + chunk * rows + row) * call.heads + head
-                more = _floats(call.partial + 4 * at * dim, dim)
-                seen = _floats(call.partial_stats + 8 * at, 2)
+                more = floats(call.partial + 4 * at * dim, dim)
+                seen = floats(call.partial_stats + 8 * at, 2)
                 if chunk == 0:
                     acc[:dim] = more
                     stats[:2] = seen
@@ -243,8 +204,8 @@ def _attend_item(call, item, kv_head, scratch, running):
             mine, state = running_acc[m * dim : (m + 1) * dim], running_stats[2 * m : 2 * m + 2]
             if item[4] - item[3] < item[5]:  # others work on this tile
                 at = (item[6] + chunk * rows + row) * call.heads + head
-                mine = _floats(call.partial + 4 * at * dim, dim)
-                state = _floats(call.partial_stats + 8 * at, 2)
+                mine = floats(call.partial + 4 * at * dim, dim)
+                state = floats(call.partial_stats + 8 * at, 2)
             if chunk == item[3]:
                 mine[:] = acc[m * dim : (m + 1) * dim]
                 state[0], state[1] = stats[32 * m], mass
@@ -277,13 +238,13 @@ def attention_scratch(call):
 def attend_unit(call, unit, scratch, running):
     """Unit `unit` of `num_units`: one item for one KV head. Whoever ends a tile merges its chunks."""
     number, kv_head = unit // call.kv_heads, unit % call.kv_heads
-    item = _integers(call.items + 64 * number, 8)
+    item = integers(call.items + 64 * number, 8)
     _attend_item(call, item, kv_head, scratch, running)
     if item[4] - item[3] < item[5]:
         counter = call.finished + 8 * (item[7] * call.kv_heads + kv_head)
         if fetch_add(counter, 1) == item[5] - 1:
             _merge_tile(call, item, kv_head, running[0], running[1])
-            _integers(counter, 1)[0] = 0
+            integers(counter, 1)[0] = 0
 
 
 def attend_worker(pointer_to_call):
@@ -296,16 +257,3 @@ def attend_worker(pointer_to_call):
     while unit < call.num_units:
         attend_unit(call, unit, scratch, running)
         unit = fetch_add(call.next_unit, 1)
-
-
-def store_worker(pointer_to_call):
-    """k, v [N, kv_heads, head_dim] of the call to their slots in `k_pool` and `v_pool`."""
-    call = carray(pointer_to_call, 1)[0]
-    dim, size, kv_heads = call.head_dim, call.block_size, call.kv_heads
-    slots = _integers(call.slots, call.num_rows)
-    for row in range(call.num_rows):
-        block, offset = slots[row] // size, slots[row] % size
-        for head in range(kv_heads):
-            source = 4 * (row * kv_heads + head) * dim
-            store_key(call, call.k + source, block * kv_heads + head, offset)
-            store_value(call, call.v + source, block * kv_heads + head, offset)

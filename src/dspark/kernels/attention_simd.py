@@ -12,20 +12,28 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from dspark.kernels import simd
 from dspark.kernels.simd import (
     FLOAT,
+    HALF,
+    I32,
     I64,
-    INDEX,
     LANES,
     VECTOR,
-    at_offset,
+    WORDS,
+    ZERO,
+    across,
     constant,
     exp2,
     fma,
     load,
+    load_float,
+    load_lanes,
     maximum,
+    nth,
     splat,
     store,
+    store_lanes,
 )
 
 __all__ = [
@@ -39,26 +47,6 @@ __all__ = [
 ]
 
 MASKED = -1e30  # finite stand-in for -inf: differences of two stay finite
-HALF = ir.HalfType()
-HALVES = ir.VectorType(HALF, LANES)
-
-
-def load_lanes(builder: Any, half: bool, address: Any, offset: Any) -> Any:
-    """16 floats, `offset` numbers behind `address`, where numbers are float16 (`half`) or float32."""
-    if not half:
-        return load(builder, address, offset)
-    where = builder.add(address, builder.mul(offset, I64(2)))
-    return builder.fpext(builder.load(builder.inttoptr(where, HALVES.as_pointer()), align=2), VECTOR)
-
-
-def _horizontal_max(builder: Any, vector: Any) -> Any:
-    """The maximum in every lane."""
-    step = LANES // 2
-    while step:
-        swap = ir.Constant(INDEX, [lane ^ step for lane in range(LANES)])
-        vector = maximum(builder, vector, builder.shuffle_vector(vector, vector, swap))
-        step //= 2
-    return vector
 
 
 @intrinsic
@@ -66,12 +54,9 @@ def prefetch(typingctx: Any, address: Any, count: Any) -> Any:
     """Ask for `count` floats behind `address` to be brought near: blocks are scattered in memory."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        i32, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         with cgutils.for_range(builder, builder.sdiv(args[1], I64(LANES))) as loop:
-            where = at_offset(builder, args[0], builder.mul(loop.index, I64(LANES)), ir.IntType(8))
-            builder.call(ask, [where, i32(0), i32(2), i32(1)])  # read, second-level cache, data
+            line = nth(builder, args[0], loop.index, 4 * LANES)
+            simd.prefetch(builder, line, locality=2)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -85,9 +70,7 @@ def store_halves(typingctx: Any, x: Any, out: Any, count: Any) -> Any:
         x, out, count = args
         with cgutils.for_range(builder, builder.sdiv(count, I64(LANES))) as part:
             first = builder.mul(part.index, I64(LANES))
-            halves = builder.fptrunc(load(builder, x, first), HALVES)
-            where = builder.add(out, builder.mul(first, I64(2)))
-            builder.store(halves, builder.inttoptr(where, HALVES.as_pointer()), align=2)
+            store_lanes(builder, load_lanes(builder, x, first), out, first, half=True)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), codegen
@@ -100,9 +83,8 @@ def scatter_halves(typingctx: Any, x: Any, out: Any, count: Any, step: Any) -> A
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, out, count, step = args
         with cgutils.for_range(builder, count) as loop:
-            value = builder.fptrunc(load(builder, x, loop.index, FLOAT), HALF)
-            where = builder.add(out, builder.mul(builder.mul(loop.index, step), I64(2)))
-            builder.store(value, builder.inttoptr(where, HALF.as_pointer()), align=2)
+            value = builder.fptrunc(load(builder, FLOAT, nth(builder, x, loop.index)), HALF)
+            store(builder, value, nth(builder, out, builder.mul(loop.index, step), 2), align=2)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen
@@ -120,17 +102,17 @@ def score_keys(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, _, q, head_dim, k, k_step, s, s_step = args
-        sums = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(queries)]
+        sums = [cgutils.alloca_once_value(builder, ZERO) for _ in range(queries)]
         for total in sums:
-            builder.store(constant(0.0), total)
+            builder.store(ZERO, total)
         with cgutils.for_range(builder, head_dim) as loop:
-            keys = load_lanes(builder, narrow, k, builder.mul(loop.index, k_step))
+            keys = load_lanes(builder, k, builder.mul(loop.index, k_step), narrow)
             for m, total in enumerate(sums):
                 at = builder.add(builder.mul(head_dim, I64(m)), loop.index)
-                query = splat(builder, load(builder, q, at, FLOAT))
+                query = load_float(builder, nth(builder, q, at))
                 builder.store(fma(builder, query, keys, builder.load(total)), total)
         for m, total in enumerate(sums):
-            store(builder, builder.load(total), s, builder.mul(s_step, I64(m)))
+            store_lanes(builder, builder.load(total), s, builder.mul(s_step, I64(m)))
         return context.get_dummy_value()
 
     return types.void(count, half, *[types.int64] * 6), codegen
@@ -161,16 +143,16 @@ def mix_values(
             first = builder.mul(part.index, I64(LANES))
             where = [builder.add(builder.mul(head_dim, I64(m)), first) for m in range(queries)]
             for at, total in zip(where, sums, strict=True):
-                builder.store(load(builder, acc, at), total)
+                builder.store(load_lanes(builder, acc, at), total)
             with cgutils.for_range(builder, positions) as loop:
                 at = builder.add(builder.mul(loop.index, head_dim), first)
-                values = load_lanes(builder, narrow, v, at)
+                values = load_lanes(builder, v, at, narrow)
                 for m, total in enumerate(sums):
                     at = builder.add(builder.mul(p_step, I64(m)), loop.index)
-                    weight = splat(builder, load(builder, p, at, FLOAT))
+                    weight = load_float(builder, nth(builder, p, at))
                     builder.store(fma(builder, weight, values, builder.load(total)), total)
             for at, total in zip(where, sums, strict=True):
-                store(builder, builder.load(total), acc, at)
+                store_lanes(builder, builder.load(total), acc, at)
         return context.get_dummy_value()
 
     return types.void(count, half, *[types.int64] * 6), codegen
@@ -187,26 +169,25 @@ def softmax_strip(typingctx: Any, vectors: Any, s: Any, low: Any, high: Any, pea
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, s, low, high, peak, mass = args
-        i32 = ir.IntType(32)
-        low, high = (splat(builder, builder.trunc(x, i32), INDEX) for x in (low, high))
-        old = splat(builder, load(builder, peak, I64(0), FLOAT))
+        low, high = (splat(builder, builder.trunc(x, I32)) for x in (low, high))
+        old = load_float(builder, peak)
         new, scores, seen = old, [], []
         for i in range(count):
-            at = ir.Constant(INDEX, list(range(i * LANES, (i + 1) * LANES)))
+            at = ir.Constant(WORDS, list(range(i * LANES, (i + 1) * LANES)))
             inside = builder.and_(builder.icmp_signed(">=", at, low), builder.icmp_signed("<", at, high))
-            score = builder.select(inside, load(builder, s, I64(i * LANES)), constant(MASKED))
+            score = builder.select(inside, load(builder, VECTOR, s, 4 * i * LANES), constant(MASKED))
             new = maximum(builder, score, new)
             scores.append(score)
             seen.append(inside)
-        new = _horizontal_max(builder, new)
+        new = across(builder, new, lambda a, b: maximum(builder, a, b))
         shrink = exp2(builder, builder.fsub(old, new))
-        total = builder.fmul(load(builder, mass, I64(0)), shrink)
+        total = builder.fmul(load(builder, VECTOR, mass), shrink)
         for i, (score, inside) in enumerate(zip(scores, seen, strict=True)):
-            power = builder.select(inside, exp2(builder, builder.fsub(score, new)), constant(0.0))
-            store(builder, power, s, I64(i * LANES))
+            power = builder.select(inside, exp2(builder, builder.fsub(score, new)), ZERO)
+            store(builder, power, s, 4 * i * LANES)
             total = builder.fadd(total, power)
-        store(builder, total, mass, I64(0))
-        store(builder, builder.extract_element(new, i32(0)), peak, I64(0))
-        return builder.extract_element(shrink, i32(0))
+        store(builder, total, mass)
+        store(builder, builder.extract_element(new, I32(0)), peak)
+        return builder.extract_element(shrink, I32(0))
 
     return types.float32(vectors, *[types.int64] * 5), codegen

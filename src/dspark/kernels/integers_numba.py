@@ -16,10 +16,9 @@ from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from dspark.kernels import emit
-from dspark.kernels.emit import BYTES, FEATURES, I32, WORDS
+from dspark.kernels import simd
 from dspark.kernels.records import BLOCK, HEAD_BYTES, RECORD_BYTES, TILE, load_head, prefetch_record
-from dspark.kernels.simd import FLOAT, I64, LANES, VECTOR, constant
+from dspark.kernels.simd import BYTES, FEATURES, FLOAT, I32, I64, LANES, VECTOR, WORDS, ZERO, constant
 
 __all__ = ["CODES_BYTES", "INTEGER_ROWS", "integers_run_here", "multiply_codes", "quantize_row"]
 
@@ -38,16 +37,12 @@ def integers_run_here() -> bool:
     return {"+avx2", "+f16c", "+fma"} <= FEATURES
 
 
-def _words(value):
-    return ir.Constant(WORDS, [value] * LANES)
-
-
 def _vnni(builder, sums, weights, codes, lanes):
     """sums + the dot product of four unsigned bytes of `weights` and four signed ones of `codes`, lane by lane."""
     if _BYTE_OPERANDS:
         kind = ir.VectorType(ir.IntType(8), 4 * lanes)
         weights, codes = builder.bitcast(weights, kind), builder.bitcast(codes, kind)
-    return emit.call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", sums.type, [sums, weights, codes])
+    return simd.call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", sums.type, [sums, weights, codes])
 
 
 def _avx2(builder, sums, weights, codes, signed):
@@ -55,12 +50,12 @@ def _avx2(builder, sums, weights, codes, signed):
     bytes_, shorts = ir.VectorType(ir.IntType(8), 32), ir.VectorType(ir.IntType(16), 16)
     weights, codes = builder.bitcast(weights, bytes_), builder.bitcast(codes, bytes_)
     if signed:  # |w| x (x with the sign of w)
-        codes = emit.call(builder, "llvm.x86.avx2.psign.b", bytes_, [codes, weights])
+        codes = simd.call(builder, "llvm.x86.avx2.psign.b", bytes_, [codes, weights])
         negative = builder.icmp_signed("<", weights, ir.Constant(bytes_, [0] * 32))
         weights = builder.select(negative, builder.neg(weights), weights)
-    pairs = emit.call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, [weights, codes])
+    pairs = simd.call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, [weights, codes])
     ones = ir.Constant(shorts, [1] * 16)
-    return builder.add(sums, emit.call(builder, "llvm.x86.avx2.pmadd.wd", sums.type, [pairs, ones]))
+    return builder.add(sums, simd.call(builder, "llvm.x86.avx2.pmadd.wd", sums.type, [pairs, ones]))
 
 
 def _dot(builder, sums, weights, codes, signed):
@@ -78,13 +73,13 @@ def _dot(builder, sums, weights, codes, signed):
 def _groups(builder, bits, codes, vectors, first):
     """(number of four inputs, their weights in `vectors` vectors), for all groups of a block."""
     for word in range(4 if bits == 4 else 8):
-        words = [emit.load(builder, WORDS, codes, 4 * TILE * word + 64 * (first + v)) for v in range(vectors)]
+        words = [simd.load(builder, WORDS, codes, 4 * TILE * word + 64 * (first + v)) for v in range(vectors)]
         if bits == 4:
-            yield word, [builder.and_(w, _words(0x0F0F0F0F)) for w in words]
-            shifted = [builder.lshr(w, _words(4)) for w in words]
-            yield word + 4, [builder.and_(w, _words(0x0F0F0F0F)) for w in shifted]
+            yield word, [builder.and_(w, constant(0x0F0F0F0F, WORDS)) for w in words]
+            shifted = [builder.lshr(w, constant(4, WORDS)) for w in words]
+            yield word + 4, [builder.and_(w, constant(0x0F0F0F0F, WORDS)) for w in shifted]
         elif _WIDE or _HALF_WIDE:  # VNNI's weights are unsigned: + 128, which -128 x sum of codes takes off
-            yield word, [builder.xor(w, _words(0x80808080 - 2**32)) for w in words]
+            yield word, [builder.xor(w, constant(0x80808080 - 2**32, WORDS)) for w in words]
         else:
             yield word, words
 
@@ -95,22 +90,22 @@ def _block(builder, bits, record, first, rows, sums):
     offset = bits == 8 and (_WIDE or _HALF_WIDE)
     dots = []
     for row in rows:
-        start = emit.splat(builder, emit.load(builder, I32, row, 8)) if offset else _words(0)
+        start = simd.splat(builder, simd.load(builder, I32, row, 8)) if offset else constant(0, WORDS)
         dots.append([start] * VECTORS)
     codes = builder.add(record, I64(HEAD_BYTES[bits]))
     for group, weights in _groups(builder, bits, codes, VECTORS, first):
         for row, totals in zip(rows, dots, strict=True):
-            four = emit.splat(builder, emit.load(builder, I32, row, 16 + 4 * group))
+            four = simd.splat(builder, simd.load(builder, I32, row, 16 + 4 * group))
             for v, weight in enumerate(weights):
                 totals[v] = _dot(builder, totals[v], weight, four, bits == 8)
     head = load_head(builder, bits, record, first, VECTORS)
     for row, totals, out in zip(rows, dots, sums, strict=True):
-        d = emit.load_float(builder, row)
+        d = simd.load_float(builder, row)
         for v, total in enumerate(totals):
             scaled = builder.fmul(builder.sitofp(total, VECTOR), head[0][v])
-            value = emit.fma(builder, scaled, d, builder.load(out[v]))
+            value = simd.fma(builder, scaled, d, builder.load(out[v]))
             if bits == 4:
-                value = emit.fma(builder, head[1][v], emit.load_float(builder, row, 4), value)
+                value = simd.fma(builder, head[1][v], simd.load_float(builder, row, 4), value)
             builder.store(value, out[v])
 
 
@@ -126,7 +121,7 @@ def multiply_codes(typingctx, bits, rows, records, blocks, x, out, out_step):
         sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(VECTORS)] for _ in range(count)]
         for totals in sums:
             for total in totals:
-                builder.store(emit.ZERO, total)
+                builder.store(ZERO, total)
         row_bytes = builder.mul(blocks, I64(CODES_BYTES))
         starts = [builder.add(x, builder.mul(row_bytes, I64(r))) for r in range(count)]
         with cgutils.for_range(builder, blocks) as block:
@@ -136,7 +131,7 @@ def multiply_codes(typingctx, bits, rows, records, blocks, x, out, out_step):
         for r, totals in enumerate(sums):
             row = builder.add(out, builder.mul(out_step, I64(4 * r)))
             for v, total in enumerate(totals):
-                emit.store(builder, builder.load(total), row, 64 * (first + v))
+                simd.store(builder, builder.load(total), row, 64 * (first + v))
 
     def codegen(context, builder, signature, args):
         _, rows, *rest = args
@@ -145,7 +140,7 @@ def multiply_codes(typingctx, bits, rows, records, blocks, x, out, out_step):
             for first in range(0, 2, VECTORS):
                 several(builder, count, first, *rest)
 
-        emit.by_count(builder, rows, 1, INTEGER_ROWS, each)
+        simd.by_count(builder, rows, 1, INTEGER_ROWS, each)
         return context.get_dummy_value()
 
     return types.void(bits, *[types.int64] * 6), codegen
@@ -156,45 +151,39 @@ def quantize_row(typingctx, x, blocks, out):
     """Round 32 `blocks` floats to the records above. A block with an infinity or a NaN becomes NaN."""
 
     def across(builder, vector, combine):
-        """`combine` over all lanes."""
-        step = LANES // 2
-        while step:
-            swap = ir.Constant(WORDS, [lane ^ step for lane in range(LANES)])
-            vector = combine(vector, builder.shuffle_vector(vector, vector, swap))
-            step //= 2
-        return builder.extract_element(vector, I32(0))
+        return builder.extract_element(simd.across(builder, vector, combine), I32(0))
 
     def codegen(context, builder, signature, args):
         x, blocks, out = args
 
         def maximum(a, b):  # a NaN wins
-            return emit.call(builder, f"llvm.maximum.v{LANES}f32", VECTOR, [a, b])
+            return simd.call(builder, f"llvm.maximum.v{LANES}f32", VECTOR, [a, b])
 
         with cgutils.for_range(builder, blocks) as block:
             at = builder.add(x, builder.mul(block.index, I64(4 * BLOCK)))
             record = builder.add(out, builder.mul(block.index, I64(CODES_BYTES)))
-            parts = [emit.load(builder, VECTOR, at, 64 * v) for v in range(2)]
-            sizes = [emit.call(builder, f"llvm.fabs.v{LANES}f32", VECTOR, [part]) for part in parts]
+            parts = [simd.load(builder, VECTOR, at, 64 * v) for v in range(2)]
+            sizes = [simd.call(builder, f"llvm.fabs.v{LANES}f32", VECTOR, [part]) for part in parts]
             most = across(builder, maximum(*sizes), maximum)
             some = builder.fcmp_unordered(">=", most, FLOAT(_SMALLEST))
             d = builder.select(some, builder.fdiv(most, FLOAT(127.0)), FLOAT(0.0))
             inverse = builder.select(some, builder.fdiv(FLOAT(127.0), most), FLOAT(0.0))
-            inverse = emit.splat(builder, inverse)
-            total = ir.Constant(WORDS, [0] * LANES)
+            inverse = simd.splat(builder, inverse)
+            total = constant(0, WORDS)
             for v, part in enumerate(parts):
                 scaled = builder.fmul(part, inverse)
-                whole = emit.call(builder, f"llvm.rint.v{LANES}f32", VECTOR, [scaled])
+                whole = simd.call(builder, f"llvm.rint.v{LANES}f32", VECTOR, [scaled])
                 # In range for finite blocks; the others' d makes a NaN of whatever stands here.
-                whole = builder.select(builder.fcmp_ordered("ord", whole, whole), whole, constant(0.0))
+                whole = builder.select(builder.fcmp_ordered("ord", whole, whole), whole, ZERO)
                 codes = builder.fptosi(whole, WORDS)
-                emit.store(builder, builder.trunc(codes, BYTES), record, 16 + 16 * v, 1)
+                simd.store(builder, builder.trunc(codes, BYTES), record, 16 + 16 * v, 1)
                 total = builder.add(total, codes)
             total = across(builder, total, builder.add)
             poison = builder.fmul(d, FLOAT(0.0))  # 0, or NaN where d is not finite
-            emit.store(builder, builder.fadd(d, poison), record)
-            emit.store(builder, builder.fmul(builder.sitofp(total, FLOAT), d), record, 4)
-            emit.store(builder, builder.mul(total, I32(-128)), record, 8)
-            emit.store(builder, I32(0), record, 12)
+            simd.store(builder, builder.fadd(d, poison), record)
+            simd.store(builder, builder.fmul(builder.sitofp(total, FLOAT), d), record, 4)
+            simd.store(builder, builder.mul(total, I32(-128)), record, 8)
+            simd.store(builder, I32(0), record, 12)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), codegen

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from dspark.kernels.floats_numba import runs_here
 from dspark.kernels.integers_numba import CODES_BYTES, integers_run_here
-from dspark.kernels.lowbit_numba import CALL, CALL_TYPE, lowbit_worker, quantize_worker, runs_here
+from dspark.kernels.lowbit_numba import CALL, CALL_TYPE, lowbit_worker, quantize_worker
 from dspark.kernels.parallel import parallel
 from dspark.kernels.quantized import PackedRows, QuantizedWeight, pack, packed_bytes, round_activations
 from dspark.kernels.records import BLOCK, TILE

@@ -10,10 +10,12 @@ import numpy as np
 from numba import carray, from_dtype, njit
 
 from dspark.kernels.attention_numba import CALL_TYPE as ATTENTION_TYPE
-from dspark.kernels.attention_numba import attend_unit, attention_scratch, store_key, store_value
+from dspark.kernels.attention_numba import attend_unit, attention_scratch
+from dspark.kernels.floats_numba import unpack_row
 from dspark.kernels.integers_numba import CODES_BYTES, quantize_row
 from dspark.kernels.lowbit_numba import CALL_TYPE as PRODUCT_TYPE
-from dspark.kernels.lowbit_numba import SCRATCH, multiply_tile, unpack_row
+from dspark.kernels.lowbit_numba import SCRATCH, multiply_tile
+from dspark.kernels.memory import fetch_add, floats, integers, record_pointer, wait_for
 from dspark.kernels.records import BLOCK, TILE
 from dspark.kernels.rows import (
     add_rows,
@@ -24,7 +26,7 @@ from dspark.kernels.rows import (
     square_sum,
     swiglu_row,
 )
-from dspark.kernels.simd import fetch_add, pointer, record_pointer, wait_for
+from dspark.kernels.store_numba import store_key, store_value
 
 __all__ = [
     "ATTEND",
@@ -60,18 +62,8 @@ _product_at = record_pointer(PRODUCT_TYPE)
 
 
 @njit(inline="always")
-def _floats(address, count):
-    return carray(pointer(address, np.float32(0)), count)
-
-
-@njit(inline="always")
-def _integers(address, count):
-    return carray(pointer(address, np.int64(0)), count)
-
-
-@njit(inline="always")
 def _integer(address, index):
-    return _integers(address, index + 1)[index]
+    return integers(address, index + 1)[index]
 
 
 @njit
@@ -96,8 +88,8 @@ def _norm(step, row):
     if step.y:
         add_rows(x, step.y + 4 * step.out_step * row, x, step.size)
     if step.tap:
-        tapped = _floats(step.tap + 4 * step.tap_step * row, step.size)
-        tapped[:] = _floats(x, step.size)
+        tapped = floats(step.tap + 4 * step.tap_step * row, step.size)
+        tapped[:] = floats(x, step.size)
     out = step.out + 4 * step.x_step * row
     _norm_row(x, step.weight, out, step.size, step.eps)
     _quantize(step, row, out)
@@ -154,8 +146,8 @@ def _gather(step, unit):
     row = _integer(step.index, unit) if step.index else unit
     x = step.x + 4 * step.x_step * row
     if step.out:
-        copied = _floats(step.out + 4 * step.out_step * unit, step.size)
-        copied[:] = _floats(x, step.size)
+        copied = floats(step.out + 4 * step.out_step * unit, step.size)
+        copied[:] = floats(x, step.size)
     _quantize(step, unit, x)
 
 
@@ -165,14 +157,14 @@ def _choose(step, unit):
     row = _integer(step.index, unit)
     y = step.y + 4 * step.out_step * unit if step.y else 0
     best = largest_sum(step.x + 4 * step.x_step * row, y, step.size)
-    _integers(step.out, unit + 1)[unit] = _integer(step.vocab, best) if step.vocab else best
+    integers(step.out, unit + 1)[unit] = _integer(step.vocab, best) if step.vocab else best
     if step.confidence:
         hidden = step.hidden + 4 * step.hidden_size * row
         logit = np.float32(step.bias) + dot_rows(step.weight, hidden, step.hidden_size)
         if step.embedding:
             embedded = step.embedding + 4 * step.embedding_size * _integer(step.previous, unit)
             logit += dot_rows(step.weight + 4 * step.hidden_size, embedded, step.embedding_size)
-        _floats(step.confidence, unit + 1)[unit] = logit
+        floats(step.confidence, unit + 1)[unit] = logit
 
 
 @njit

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dspark.kernels import emit
-from dspark.kernels.simd import LANES, VECTOR
+from dspark.kernels import simd
+from dspark.kernels.simd import HALVES, LANES, VECTOR
 
 __all__ = ["BLOCK", "HEAD_BYTES", "RECORD_BYTES", "TILE", "load_head", "prefetch_record"]
 
@@ -26,14 +26,14 @@ AHEAD = 16  # records to ask for in advance
 def prefetch_record(builder: Any, bits: int, record: Any, vectors: int) -> None:
     """Ask for a later record; half of it by each of the two passes that narrow machines take."""
     for line in range(0, RECORD_BYTES[bits] // (2 // vectors), 64):
-        emit.prefetch(builder, record, AHEAD * RECORD_BYTES[bits] + line)
+        simd.prefetch(builder, record, AHEAD * RECORD_BYTES[bits] + line)
 
 
 def load_head(builder: Any, bits: int, record: Any, first: int, vectors: int) -> list[list[Any]]:
     """Scales and, of 4 bits, minima as floats, each in `vectors` vectors from `first` on."""
     return [
         [
-            builder.fpext(emit.load(builder, emit.HALVES, record, 64 * part + 32 * (first + v), 2), VECTOR)
+            builder.fpext(simd.load(builder, HALVES, record, 64 * part + 32 * (first + v), 2), VECTOR)
             for v in range(vectors)
         ]
         for part in range(2 if bits == 4 else 1)

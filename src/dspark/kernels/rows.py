@@ -13,7 +13,22 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from dspark.kernels.simd import FLOAT, I64, INDEX, LANES, VECTOR, constant, exp2, fma, load, splat, store
+from dspark.kernels.simd import (
+    FLOAT,
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    WORDS,
+    ZERO,
+    call,
+    constant,
+    exp2,
+    fma,
+    load_lanes,
+    splat,
+    store_lanes,
+)
 
 __all__ = ["add_rows", "dot_rows", "largest_sum", "rotate_row", "scale_row", "square_sum", "swiglu_row"]
 
@@ -34,7 +49,9 @@ def add_rows(typingctx: Any, x: Any, y: Any, out: Any, count: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, y, out, count = args
         with _each_vector(builder, count) as at:
-            store(builder, builder.fadd(load(builder, x, at), load(builder, y, at)), out, at)
+            store_lanes(
+                builder, builder.fadd(load_lanes(builder, x, at), load_lanes(builder, y, at)), out, at
+            )
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen
@@ -42,14 +59,14 @@ def add_rows(typingctx: Any, x: Any, y: Any, out: Any, count: Any) -> Any:
 
 def _dot(builder: Any, x: Any, y: Any, count: Any) -> Any:
     """sum_i x[i] y[i], lane by lane and then across the lanes."""
-    sums = cgutils.alloca_once_value(builder, constant(0.0))
-    builder.store(constant(0.0), sums)
+    sums = cgutils.alloca_once_value(builder, ZERO)
+    builder.store(ZERO, sums)
     with _each_vector(builder, count) as at:
-        value = fma(builder, load(builder, x, at), load(builder, y, at), builder.load(sums))
+        value = fma(builder, load_lanes(builder, x, at), load_lanes(builder, y, at), builder.load(sums))
         builder.store(value, sums)
     total, lanes = FLOAT(0.0), builder.load(sums)
     for lane in range(LANES):
-        total = builder.fadd(total, builder.extract_element(lanes, ir.IntType(32)(lane)))
+        total = builder.fadd(total, builder.extract_element(lanes, I32(lane)))
     return total
 
 
@@ -80,7 +97,7 @@ def largest_sum(typingctx: Any, x: Any, y: Any, count: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, y, count = args
-        lanes = [ir.Constant(INDEX, list(range(LANES))), ir.Constant(INDEX, [0] * LANES)]
+        lanes = [ir.Constant(WORDS, list(range(LANES))), constant(0, WORDS)]
         lowest = constant(float("-inf"))
         best, best_at = (cgutils.alloca_once_value(builder, v) for v in (lowest, lanes[1]))
         builder.store(lowest, best)
@@ -88,16 +105,16 @@ def largest_sum(typingctx: Any, x: Any, y: Any, count: Any) -> Any:
         added = builder.icmp_signed("!=", y, I64(0))
         other = builder.select(added, y, x)  # something to read where there is nothing to add
         with _each_vector(builder, count) as at:
-            value = load(builder, x, at)
-            value = builder.select(added, builder.fadd(value, load(builder, other, at)), value)
-            here = builder.add(splat(builder, builder.trunc(at, ir.IntType(32)), INDEX), lanes[0])
+            value = load_lanes(builder, x, at)
+            value = builder.select(added, builder.fadd(value, load_lanes(builder, other, at)), value)
+            here = builder.add(splat(builder, builder.trunc(at, I32)), lanes[0])
             more = builder.fcmp_ordered(">", value, builder.load(best))
             builder.store(builder.select(more, value, builder.load(best)), best)
             builder.store(builder.select(more, here, builder.load(best_at)), best_at)
         values, places = builder.load(best), builder.load(best_at)
-        top, place = FLOAT(float("-inf")), ir.IntType(32)(0)
+        top, place = FLOAT(float("-inf")), I32(0)
         for lane in range(LANES):
-            number = ir.IntType(32)(lane)
+            number = I32(lane)
             value, at = builder.extract_element(values, number), builder.extract_element(places, number)
             more = builder.fcmp_ordered(">", value, top)
             first = builder.and_(builder.fcmp_ordered("==", value, top), builder.icmp_signed("<", at, place))
@@ -117,8 +134,8 @@ def scale_row(typingctx: Any, x: Any, factor: Any, w: Any, out: Any, count: Any)
         x, factor, w, out, count = args
         factor = splat(builder, factor)
         with _each_vector(builder, count) as at:
-            scaled = builder.fmul(load(builder, x, at), factor)
-            store(builder, builder.fmul(scaled, load(builder, w, at)), out, at)
+            scaled = builder.fmul(load_lanes(builder, x, at), factor)
+            store_lanes(builder, builder.fmul(scaled, load_lanes(builder, w, at)), out, at)
         return context.get_dummy_value()
 
     kinds = [types.int64, types.float32, types.int64, types.int64, types.int64]
@@ -133,12 +150,12 @@ def rotate_row(typingctx: Any, x: Any, cos: Any, sin: Any, out: Any, half: Any) 
         x, cos, sin, out, half = args
         with _each_vector(builder, half) as at:
             behind = builder.add(at, half)
-            first, second = load(builder, x, at), load(builder, x, behind)
-            c, s = load(builder, cos, at), load(builder, sin, at)
+            first, second = load_lanes(builder, x, at), load_lanes(builder, x, behind)
+            c, s = load_lanes(builder, cos, at), load_lanes(builder, sin, at)
             low = builder.fsub(builder.fmul(first, c), builder.fmul(second, s))
             high = builder.fadd(builder.fmul(second, c), builder.fmul(first, s))
-            store(builder, low, out, at)
-            store(builder, high, out, behind)
+            store_lanes(builder, low, out, at)
+            store_lanes(builder, high, out, behind)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), codegen
@@ -150,17 +167,15 @@ def swiglu_row(typingctx: Any, gate: Any, up: Any, out: Any, count: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         gate, up, out, count = args
-        absolute = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.fabs.v{LANES}f32"
-        )
         with _each_vector(builder, count) as at:
-            g = load(builder, gate, at)
-            power = exp2(builder, builder.fmul(builder.call(absolute, [g]), constant(-_LOG2_E)))
-            positive = builder.fcmp_ordered(">=", g, constant(0.0))
+            g = load_lanes(builder, gate, at)
+            size = call(builder, f"llvm.fabs.v{LANES}f32", VECTOR, [g])
+            power = exp2(builder, builder.fmul(size, constant(-_LOG2_E)))
+            positive = builder.fcmp_ordered(">=", g, ZERO)
             share = builder.select(positive, constant(1.0), power)
             sigmoid = builder.fdiv(share, builder.fadd(constant(1.0), power))
-            value = builder.fmul(builder.fmul(g, sigmoid), load(builder, up, at))
-            store(builder, value, out, at)
+            value = builder.fmul(builder.fmul(g, sigmoid), load_lanes(builder, up, at))
+            store_lanes(builder, value, out, at)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen

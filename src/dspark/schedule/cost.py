@@ -121,8 +121,24 @@ class ContextCost:
         return self.per_position * beyond, self.per_pair * max(beyond, 0.0) / requests
 
 
+class _DraftPrices:
+    """The draft's part of `CostModel`, for tables with a `DraftCost`."""
+
+    draft: DraftCost
+
+    def draft_seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
+        return self.draft.seconds(num_requests, drafts)
+
+    def draft_price(self, num_requests: int, drafts: int) -> float:
+        return self.draft.price(num_requests, drafts)
+
+    @property
+    def draft_terms(self) -> tuple[float, float, float]:
+        return self.draft.base, self.draft.per_request, self.draft.per_draft
+
+
 @dataclass(frozen=True)
-class TableCost:
+class TableCost(_DraftPrices):
     """Seconds by query tokens (the paper's 1 / SPS(B)).
 
     `tokens` increase, `seconds` are positive and never fall. Between probes: linear, or with `executed` the next
@@ -157,16 +173,6 @@ class TableCost:
     ) -> np.ndarray:
         return self.context.add(self._curve(query_tokens), num_requests, query_tokens, context)
 
-    def draft_seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
-        return self.draft.seconds(num_requests, drafts)
-
-    def draft_price(self, num_requests: int, drafts: int) -> float:
-        return self.draft.price(num_requests, drafts)
-
-    @property
-    def draft_terms(self) -> tuple[float, float, float]:
-        return self.draft.base, self.draft.per_request, self.draft.per_draft
-
     def step_price(self, num_requests: int, query_tokens: int, context: int) -> float:
         return self.context.price(self._curve.at(query_tokens), num_requests, query_tokens, context)
 
@@ -176,7 +182,7 @@ class TableCost:
 
 
 @dataclass(frozen=True)
-class AdditiveCost:
+class AdditiveCost(_DraftPrices):
     """bias + alpha(requests) + theta(query tokens), each linear between probes (SGLang's and TensorRT-LLM's form).
 
     Raises:
@@ -217,16 +223,6 @@ class AdditiveCost:
     ) -> np.ndarray:
         seconds = self.bias + self._alpha(num_requests) + self._theta(query_tokens)
         return self.context.add(seconds, num_requests, query_tokens, context)
-
-    def draft_seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
-        return self.draft.seconds(num_requests, drafts)
-
-    def draft_price(self, num_requests: int, drafts: int) -> float:
-        return self.draft.price(num_requests, drafts)
-
-    @property
-    def draft_terms(self) -> tuple[float, float, float]:
-        return self.draft.base, self.draft.per_request, self.draft.per_draft
 
     def step_price(self, num_requests: int, query_tokens: int, context: int) -> float:
         seconds = self.bias + self._alpha.at(num_requests) + self._theta.at(query_tokens)

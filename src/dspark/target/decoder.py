@@ -8,7 +8,6 @@ sequences without a cache (training features, reference).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +32,9 @@ from dspark.target.base import ForwardBatch, TargetOutput
 from dspark.target.blocks import Blocks, check_blocks, fuse_blocks
 from dspark.target.config import DecoderConfig
 from dspark.target.fuse import fuse_weights
+from dspark.target.rotary import Rotary, apply_rotary
 
-__all__ = ["Decoder", "DecoderLayer", "RMSNorm", "Rotary", "apply_rotary", "causal_attention"]
+__all__ = ["Decoder", "DecoderLayer", "RMSNorm", "causal_attention"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [N, h, d], k, v [N, kvh, d] -> [N, h, d]
 
@@ -44,32 +44,6 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class Rotary(nn.Module):
-    """Rotary embedding, rotate-half convention; tables for every position up to `max_context`."""
-
-    def __init__(self, head_dim: int, theta: float, max_context: int) -> None:
-        super().__init__()
-        # Real tables also under `torch.device("meta")`, where computing would import a second's worth of PyTorch.
-        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-        inverse = theta ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
-        angles = torch.arange(max_context, **exact)[:, None] * inverse
-        self.cos: Tensor
-        self.sin: Tensor
-        self.register_buffer("cos", angles.cos().float(), persistent=False)  # [max_context, head_dim / 2]
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin [N, 1, head_dim / 2] for positions [N]."""
-        return self.cos[positions].to(dtype)[:, None], self.sin[positions].to(dtype)[:, None]
-
-
-def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate heads x [N, h, d] by cos, sin [N, 1, d / 2]."""
-    cos, sin = rotary
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class DecoderLayer(nn.Module):

@@ -5,28 +5,16 @@ GGUF stores tokens, their types and merges, but only names the scheme by which t
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from dspark.core import DSparkError
+from dspark.target.gguf_metadata import Metadata
 
-__all__ = ["Metadata", "build_tokenizer", "tokenizer_config"]
+__all__ = ["build_tokenizer", "tokenizer_config"]
 
 CONTROL, USER_DEFINED = 3, 4  # token types of the GGUF specification
-
-
-class Metadata(Protocol):
-    """Key-value section of a GGUF file; errors name the key and the file."""
-
-    path: Path
-
-    def get(self, key: str, default: Any = None) -> Any: ...
-
-    def need(self, key: str, kind: type) -> Any: ...
-
-    def refuse(self, key: str, value: object, supported: str) -> DSparkError: ...
 
 
 def _pre_tokenizer(metadata: Metadata) -> pre_tokenizers.PreTokenizer:
