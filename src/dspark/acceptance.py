@@ -161,7 +161,7 @@ def ratio_rule(
 
 def greedy_rule(
     draft_tokens: torch.Tensor, lengths: np.ndarray, target_tokens: torch.Tensor, row_start: np.ndarray
-) -> Verdict:
+) -> tuple[np.ndarray, np.ndarray]:
     """Accept while the draft is the token that the target chose by itself.
 
     At temperature 0 that is its argmax (the ratio rule's limit); under the shared-noise rule its draw.
@@ -174,11 +174,10 @@ def greedy_rule(
         row_start: [R] int64, the target row of each request's slot 0.
 
     Returns:
-        A verdict on the host.
+        Accepted drafts and next tokens, each [R] int64: a `Verdict` on the host.
     """
     drafts, chosen = (np.ascontiguousarray(x.cpu().numpy()) for x in (draft_tokens, target_tokens))
-    accepted, following = _matching(drafts, lengths, chosen, row_start)
-    return Verdict(torch.from_numpy(accepted), torch.from_numpy(following))
+    return _matching(drafts, lengths, chosen, row_start)
 
 
 @compiled

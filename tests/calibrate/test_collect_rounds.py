@@ -168,9 +168,7 @@ def test_a_verdict_that_the_rule_cannot_give_is_noticed(monkeypatch, accepts):
 
     def misjudge(batch, draft, seen, rule):
         judgement = judge(batch, draft, seen, rule)
-        lengths = torch.from_numpy(seen.lengths)
-        verdict = replace(judgement.verdict, num_accepted=lengths if accepts else 0 * lengths)
-        return replace(judgement, verdict=verdict)
+        return replace(judgement, accepted=seen.lengths if accepts else 0 * seen.lengths)
 
     monkeypatch.setattr("dspark.engine.engine.judge", misjudge)
     target = TableTarget.random(4, seed=1)

@@ -51,12 +51,29 @@ def test_rows_of_an_ended_request_leave() -> None:
 
 def test_not_more_rows_than_memory_is_meant_for() -> None:
     rows = DeferredRows()
-    rows.add(observed((1, MOST_ROWS - 1)))
-    assert not rows.full
-    rows.add(observed((2, 1)))
-    assert rows.full
+    assert rows.add(observed((1, MOST_ROWS - 3)))
+    assert rows.add(observed((2, 2), (3, 1)))
+    assert not rows.add(observed((4, 1)))
     rows.forget(request(1))
-    assert not rows.full
+    assert rows.add(observed((4, MOST_ROWS - 3)))
+    taken = rows.take()
+    assert taken is not None
+    assert taken[2][:, 0].tolist() == [200, 201, 300, *range(400, 400 + MOST_ROWS - 3)]
+
+
+def test_rows_move_over_each_other() -> None:
+    """What is left of many parts, when requests in front, in between and behind have ended."""
+    rows = DeferredRows()
+    for n in range(1, 6):
+        rows.add(observed((1, n), (2, 7), (3, 2 * n)))
+    rows.add(observed((2, 30)))
+    rows.forget(request(1))
+    rows.forget(request(3))
+    rows.forget(request(9))
+    taken = rows.take()
+    assert taken is not None
+    expected = [200 + i for _ in range(5) for i in range(7)] + [200 + i for i in range(30)]
+    assert taken[1].tolist() == taken[2][:, 0].tolist() == expected
 
 
 class _Eager:

@@ -75,16 +75,21 @@ class BlockDrafter:
         return self._pool
 
     def observe(self, batch: ObserveBatch) -> None:
-        self._behind.add(batch)
-        if self._behind.full:
-            self.catch_up()
+        if self._behind.add(batch):
+            return
+        self.catch_up()
+        if not self._behind.add(batch):  # part of a long prompt: more than is ever put off
+            assert batch.taps is not None
+            self._follow(batch.positions, batch.slots, batch.taps)
 
-    @torch.inference_mode()
     def catch_up(self) -> None:
         """Write the draft KV of all rows observed so far."""
-        if (rows := self._behind.take()) is None:
-            return
-        positions, slots, taps = rows
+        if (rows := self._behind.take()) is not None:
+            self._follow(*rows)
+
+    @torch.inference_mode()
+    def _follow(self, positions: Tensor, slots: Tensor, taps: Tensor) -> None:
+        """Write the draft KV of committed rows from their taps [N, m * H]."""
         keys, values = self._layers()
         if self._compiled is not None and is_fast(keys[0], keys[0].shape[2], self.pool.block_size):
             self._compiled(keys, values, ContextRows(positions, slots, taps))

@@ -6,7 +6,7 @@ of rounds without drafts are projected many at once, which costs a tenth; and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,36 +20,59 @@ MOST_ROWS = 512  # kept: their taps are memory
 
 
 class DeferredRows:
-    """Rows of `ObserveBatch`es in order; each row's slot stays its request's until `forget`."""
+    """Rows of `ObserveBatch`es in order; each row's slot stays its request's until `forget`.
+
+    Taps are copied to memory of its own. A pass's taps that outlive it would lie between the passes' large outputs, which
+    the C library then returns to the system and fetches anew, page by page: 1 ms a pass of 16 rows.
+    """
 
     def __init__(self) -> None:
-        self._parts: list[ObserveBatch] = []
+        self._parts: list[ObserveBatch] = []  # without taps
         self._count = 0
+        self._taps: Tensor | None = None  # [MOST_ROWS, m * H], the parts' rows in order
 
-    def add(self, batch: ObserveBatch) -> None:
+    def add(self, batch: ObserveBatch) -> bool:
+        """Keep the rows; False, and nothing was kept, if there is no room for them."""
         assert batch.taps is not None
-        self._parts.append(batch)  # no more than this: it happens in every round
-        self._count += len(batch.slots)
-
-    @property
-    def full(self) -> bool:
-        return self._count >= MOST_ROWS
+        stop = self._count + len(batch.slots)
+        if stop > MOST_ROWS:
+            return False
+        if self._taps is None:
+            with torch.inference_mode(False):  # `forget` writes to it outside of a round, too
+                shape = MOST_ROWS, batch.taps.shape[1]
+                self._taps = torch.empty(shape, dtype=batch.taps.dtype, device=batch.taps.device)
+        self._taps[self._count : stop] = batch.taps
+        self._parts.append(replace(batch, taps=None))
+        self._count = stop
+        return True
 
     def forget(self, request: Request) -> None:
         """Drop a request's rows: its slots may soon be another's."""
-        kept = (part.without(request) for part in self._parts)
-        self._parts = [part for part in kept if part is not None]
-        self._count = sum(len(part.slots) for part in self._parts)
+        if not any(other.uid == request.uid for part in self._parts for other in part.requests):
+            return
+        start, kept = 0, 0
+        parts, self._parts = self._parts, []
+        for part in parts:
+            assert self._taps is not None
+            taps = self._taps[start : start + len(part.slots)]
+            start += len(part.slots)
+            rest = replace(part, taps=taps).without(request)
+            if rest is None or rest.taps is None:
+                continue
+            # Rows move towards the front, never over one that has not moved yet; copied, as places may overlap.
+            self._taps[kept : kept + len(rest.slots)] = rest.taps.clone()
+            kept += len(rest.slots)
+            self._parts.append(replace(rest, taps=None))
+        self._count = kept
 
     def take(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Positions [N], slots [N] and taps [N, m * H] of all rows, which leave; None if there are none."""
-        parts, self._parts, self._count = self._parts, [], 0
-        if not parts:
+        """Positions [N], slots [N] and taps [N, m * H] of all rows, which leave; None if there are none.
+
+        The taps hold until rows are added again.
+        """
+        parts, count, self._parts, self._count = self._parts, self._count, [], 0
+        if not count:
             return None
-        columns = zip(*((part.positions, part.slots, part.taps) for part in parts), strict=True)
-        positions, slots, taps = (_joined(column) for column in columns)
-        return positions, slots, taps
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        assert self._taps is not None
+        positions, slots = (torch.cat(column) for column in ([p.positions for p in parts], [p.slots for p in parts]))
+        return positions, slots, self._taps[:count]

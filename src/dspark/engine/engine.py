@@ -160,14 +160,12 @@ class Engine:
         try:
             want = check_lengths("draft_lengths", self.policy.draft_lengths(state), batch.room)
             draft = self._propose(batch, want, state.free)
-            alive = survival(draft, self._calibrate) if self.policy.uses_survival else None
-            lengths = self.policy.verify_lengths(state, alive, draft.lengths)
-            plan = Plan(check_lengths("verify_lengths", lengths, draft.lengths))
+            alive, plan = self._plan(state, draft)
             proposed = self._clock()
             seen = self.runner.verify(batch, draft, plan)
             judgement = judge(batch, draft, seen, self.config.rule)
             verified = self._clock()
-            accepted = seen.spread(judgement.verdict.num_accepted)
+            accepted = seen.spread(judgement.accepted)
             if self._observer is not None:
                 self._observer.observe(state, alive, draft.lengths, plan.lengths, accepted)
             if self._timed is not None:
@@ -213,6 +211,14 @@ class Engine:
         check_lengths(f"drafter {self.drafter.name}", draft.lengths, most)
         return draft
 
+    def _plan(self, state: ScheduleState, draft: Draft) -> tuple[np.ndarray | None, Plan]:
+        """Survivals [R, gamma], if the policy reads them, and what to verify. Without drafts nobody is asked."""
+        if not draft.gamma:
+            return None, Plan(draft.lengths)
+        alive = survival(draft, self._calibrate) if self.policy.uses_survival else None
+        lengths = self.policy.verify_lengths(state, alive, draft.lengths)
+        return alive, Plan(check_lengths("verify_lengths", lengths, draft.lengths))
+
     def _commit(
         self,
         batch: Batch,
@@ -223,8 +229,8 @@ class Engine:
         accepted: np.ndarray,
     ) -> list[StepEvent]:
         """Append each request's tokens, let the drafter follow, and release what ended."""
-        drafts = draft.tokens.tolist()
-        next_tokens = judgement.verdict.next_token.tolist()
+        drafts = draft.tokens.tolist() if plan.budget else [[]] * len(batch.running)
+        next_tokens = judgement.next_tokens.tolist()
         for i in np.flatnonzero(~batch.samples):  # prefill chunks that do not reach the end of the prompt
             batch.requests[i].cached += int(batch.rows[i])
         events = []

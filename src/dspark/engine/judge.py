@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dspark.acceptance import AcceptanceRule, greedy_rule, ratio_rule, shared_noise_choice
-from dspark.core import Draft, Request, TokenLogprobs, Verdict
+from dspark.core import Draft, Request, TokenLogprobs
 from dspark.engine.runner import Verification
 from dspark.engine.scheduler import Batch
 from dspark.randomness import Purpose
@@ -21,9 +21,10 @@ __all__ = ["Judgement", "judge"]
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdict on the S sampling requests of a step, and the logits it rests on."""
+    """What was decided for the S sampling requests of a step, and the logits it rests on."""
 
-    verdict: Verdict
+    accepted: np.ndarray  # [S] int64 drafts
+    next_tokens: np.ndarray  # [S] int64: the correction or bonus behind them
     logits: torch.Tensor  # [n, V] shaped
     raw: torch.Tensor | None  # [n, V] as the target gave them, where a request asks for raw logprobs
     requests: Sequence[Request]  # [S]
@@ -64,15 +65,15 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
         tokens = tokens[torch.from_numpy(seen.sampling).to(device)]
     if all(request.params.greedy for request in requests):
         best = argmax(logits) if seen.output.argmax is None else seen.output.argmax
-        verdict = greedy_rule(tokens, seen.lengths, best, seen.logit_start)
-        return Judgement(verdict, logits, raw, requests, counts)
+        decided = greedy_rule(tokens, seen.lengths, best, seen.logit_start)
+        return Judgement(*decided, logits, raw, requests, counts)
     rows = SamplingRows.of(requests, device)
     target_rows = rows.repeat(counts)
     if rule == "shared_noise":
         p_target, positions = probabilities(logits, target_rows), _positions(requests, seen).to(device)
         choice = shared_noise_choice(p_target, target_rows.seed, positions)
-        verdict = greedy_rule(tokens, seen.lengths, choice, seen.logit_start)
-        return Judgement(verdict, logits, raw, requests, counts)
+        decided = greedy_rule(tokens, seen.lengths, choice, seen.logit_start)
+        return Judgement(*decided, logits, raw, requests, counts)
     index, lengths, row_start = (
         torch.from_numpy(x).to(device) for x in (seen.sampling, seen.lengths, seen.logit_start)
     )
@@ -88,7 +89,8 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
         resample_u=rows.uniform(slots[:1], Purpose.RESAMPLE)[:, 0],
         one_hot=None if draft.one_hot is None else draft.one_hot[index],
     )
-    return Judgement(verdict, logits, raw, requests, counts)
+    decided = verdict.num_accepted.cpu().numpy(), verdict.next_token.cpu().numpy()
+    return Judgement(*decided, logits, raw, requests, counts)
 
 
 def _positions(requests: Sequence[Request], seen: Verification) -> torch.Tensor:

@@ -42,10 +42,10 @@ class Verification:
         """[S]"""
         return self.rows.logit_start
 
-    def spread(self, values: torch.Tensor) -> np.ndarray:
-        """Values of the sampling requests [S] over the batch [R], 0 for the others, on the host."""
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """Values of the sampling requests [S] over the batch [R], 0 for the others."""
         out = np.zeros(len(self.rows.query_start) - 1, dtype=np.int64)
-        out[self.sampling] = values.cpu().numpy()
+        out[self.sampling] = values
         return out
 
 

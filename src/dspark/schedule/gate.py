@@ -9,7 +9,7 @@ from dspark.errors import DSparkError
 
 __all__ = ["AimConfig", "DraftGate", "Realised"]
 
-_LOOK = 8  # rounds without drafts from one estimate to the next
+_LOOK = 32  # rounds without drafts from one estimate to the next
 _SUPPOSED = 2  # rounds that the scatter of gains rests on before there are any
 _YOUNG = 30  # rounds behind which the doubt in a verdict has shrunk to 1.4 times what it is in the long run
 _FIRST = (
