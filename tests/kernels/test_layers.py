@@ -197,6 +197,9 @@ def test_embedding_and_head_in_the_same_call(bits: int, integer: bool) -> None:
             assert (best is None) == (compiled.head is None)
             assert best is None or torch.equal(best, logits.argmax(-1))
             assert compiled(*given)[2] is None
+            without = compiled(inputs.clone(), *given[1:5], (), wanted)  # in the same memory, taps left out
+            assert torch.equal(without[0], out)
+            assert without[1].shape == (6, 0)
             results.append((logits, tapped))
     for i, (logits, tapped) in enumerate(results):
         assert torch.equal(logits, results[0][0] if i % 2 == 0 else results[0][0][rows])

@@ -81,9 +81,9 @@ class RoundRecorder(Runner):
         """The rounds of a request that ended; they are forgotten here."""
         return self._records.pop(request_id, _Record())
 
-    def verify(self, batch: Batch, draft: Draft, plan: Plan) -> Verification:
+    def verify(self, batch: Batch, draft: Draft, plan: Plan, follow: bool = True) -> Verification:
         self._round = (draft, plan)
-        return super().verify(batch, draft, plan)
+        return super().verify(batch, draft, plan, follow)
 
     def observed(self, batch: Batch, seen: Verification, accepted: np.ndarray) -> ObserveBatch | None:
         """Called once a round is decided: `seen` holds the logits it was decided by, shaping included."""

@@ -37,7 +37,7 @@ from dspark.engine.watch import AcceptanceWatch, StepTimings
 from dspark.kv import KVPool
 from dspark.randomness import fresh_seed
 from dspark.sampling import SamplingRows
-from dspark.schedule.policies import FixedLength, Observer, Policy, ScheduleState, Timed
+from dspark.schedule.policies import FixedLength, Observer, Policy, Resting, ScheduleState, Timed
 from dspark.schedule.survival import Calibrate, survival
 from dspark.shaping import Constraint, LogitsShaper
 from dspark.target.base import Target
@@ -78,6 +78,7 @@ class Engine:
         self.policy = policy or FixedLength(drafter.max_draft if drafter else 0)
         self._observer = self.policy if isinstance(self.policy, Observer) else None
         self._timed = self.policy if isinstance(self.policy, Timed) else None
+        self._resting = self.policy if isinstance(self.policy, Resting) and drafter and drafter.taps else None
         self._copier = drafter if isinstance(drafter, Copier) else None
         check_policy(self.policy)
         self.max_model_len = self.config.model_len(target.max_context)
@@ -158,11 +159,12 @@ class Engine:
             return self._delivered([])
         state = self._state(batch)
         try:
-            want = check_lengths("draft_lengths", self.policy.draft_lengths(state), batch.room)
+            want = check_lengths("draft_lengths", self.policy.draft_lengths(state), state.room)
             draft = self._propose(batch, want, state.free)
             alive, plan = self._plan(state, draft)
             proposed = self._clock()
-            seen = self.runner.verify(batch, draft, plan)
+            follow = self._resting is None or not self._resting.rests(state.num_requests)
+            seen = self.runner.verify(batch, draft, plan, follow)
             judgement = judge(batch, draft, seen, self.config.rule)
             verified = self._clock()
             accepted = seen.spread(judgement.accepted)
@@ -170,7 +172,7 @@ class Engine:
                 self._observer.observe(state, alive, draft.lengths, plan.lengths, accepted)
             if self._timed is not None:
                 self._timed.timed(state, draft.lengths, plan.lengths, proposed - started, verified - proposed)
-            events = self._commit(batch, draft, plan, seen, judgement, accepted)
+            events = self._commit(batch, draft, plan, seen, judgement, accepted, follow)
         except BaseException:
             self._abandon(batch)
             raise
@@ -227,6 +229,7 @@ class Engine:
         seen: Verification,
         judgement: Judgement,
         accepted: np.ndarray,
+        follow: bool,
     ) -> list[StepEvent]:
         """Append each request's tokens, let the drafter follow, and release what ended."""
         drafts = draft.tokens.tolist() if plan.budget else [[]] * len(batch.running)
@@ -247,14 +250,17 @@ class Engine:
             events.append(append(r, part, judgement))
             self.pool.truncate(r.table, r.request.cached)
             self.watch.count(part.scheduled, part.accepted)
-        self._observe(batch, seen, accepted)
+        self._observe(batch, seen, accepted, follow)
         for event in events:
             if event.output is not None:
                 self._release(self._by_id[event.request_id])
         return events
 
-    def _observe(self, batch: Batch, seen: Verification, accepted: np.ndarray) -> None:
-        if self.drafter is not None:
+    def _observe(self, batch: Batch, seen: Verification, accepted: np.ndarray, follow: bool) -> None:
+        if not follow:
+            for r in batch.running:
+                r.followed = False
+        elif self.drafter is not None:
             observed = self.runner.observed(batch, seen, accepted)
             if observed is not None:
                 self.drafter.observe(observed)

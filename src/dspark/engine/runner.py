@@ -55,8 +55,8 @@ class Runner:
     def __init__(self, target: Target, pool: KVPool, taps: tuple[int, ...]) -> None:
         self.target, self.pool, self.taps = target, pool, taps
 
-    def verify(self, batch: Batch, draft: Draft, plan: Plan) -> Verification:
-        """One pass for all requests: sum(rows + scheduled length) rows."""
+    def verify(self, batch: Batch, draft: Draft, plan: Plan, follow: bool = True) -> Verification:
+        """One pass for all requests: sum(rows + scheduled length) rows. `follow`: keep what a drafter learns from."""
         cached = np.array([r.cached for r in batch.requests], dtype=np.int64)
         tables = batch.block_tables
         rows = pack_rows(cached, batch.rows, plan.lengths, batch.samples, tables, self.pool.block_size)
@@ -73,7 +73,7 @@ class Runner:
             logit_rows=None if all_wanted else torch.from_numpy(rows.logit_rows).to(device),
             argmax=all(r.request.params.greedy and r.shaper is None for r in batch.running),
         )
-        output = self.target.forward(forward, self.pool, self.taps)
+        output = self.target.forward(forward, self.pool, self.taps if follow else ())
         return Verification(output, rows, positions, slots)
 
     def _tokens(self, batch: Batch, draft: Draft, plan: Plan, query_start: np.ndarray) -> torch.Tensor:
@@ -93,13 +93,14 @@ class Runner:
         return tokens
 
     def observed(self, batch: Batch, seen: Verification, accepted: np.ndarray) -> ObserveBatch | None:
-        """The rows a drafter learns of: pending rows and accepted drafts of speculative requests.
+        """The rows a drafter learns of: pending rows and accepted drafts of requests that it may draft for.
 
         Those of requests that ended in this round are among them; the drafter is told so next (`Drafter.forget`).
         """
         counts = batch.rows + accepted
-        if not all(r.params.speculative for r in batch.requests):
-            counts *= np.array([r.params.speculative for r in batch.requests])
+        learns = [r.followed and r.request.params.speculative for r in batch.running]
+        if not all(learns):
+            counts *= np.array(learns)
         total = int(counts.sum())
         if not total:
             return None

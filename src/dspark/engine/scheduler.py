@@ -27,6 +27,7 @@ class Running:
     shaper: LogitsShaper | None
     table: BlockTable = field(default_factory=BlockTable)
     prefilling: bool = True  # until its first token since (re)start
+    followed: bool = True  # the drafter was told of every row in the cache
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,14 @@ class Batch:
         return [r.request for r in self.running]
 
     def state(self, tolerates_live: np.ndarray | None = None, free: np.ndarray | None = None) -> ScheduleState:
-        """What a policy may know of the step."""
+        """What a policy may know of the step. Where a drafter has not followed, there is room for copies alone."""
+        room = self.room
+        if not all(r.followed for r in self.running):
+            followed = np.array([r.followed for r in self.running])
+            room = np.where(followed if free is None else followed | (free > 0), room, 0)
         uids = np.array([r.uid for r in self.requests], dtype=np.int64)
         cached = np.array([r.cached for r in self.requests], dtype=np.int64)
-        return ScheduleState(uids, self.room, cached, self.rows, self.samples, tolerates_live, free)
+        return ScheduleState(uids, room, cached, self.rows, self.samples, tolerates_live, free)
 
     @cached_property
     def block_tables(self) -> np.ndarray:
@@ -147,7 +152,7 @@ class Scheduler:
 
     def _preempt(self, r: Running) -> None:
         self.pool.release(r.table)
-        r.request.cached, r.prefilling = 0, True
+        r.request.cached, r.prefilling, r.followed = 0, True, True
         self.running.remove(r)
         self.waiting.appendleft(r)
         self.preempted.append(r.request)

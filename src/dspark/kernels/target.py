@@ -84,7 +84,7 @@ class CompiledTarget:
             size = self.embedding.out_features
             if not inside(inputs.numpy(), size):
                 raise IndexError(f"a token id is outside 0..{size - 1}")
-        return bound.run(inputs, positions, plan, logit_rows, argmax and self.head is not None)
+        return bound.run(inputs, positions, plan, taps, logit_rows, argmax and self.head is not None)
 
 
 class _Bound:
@@ -130,26 +130,27 @@ class _Bound:
             self.program.steps["x"][self.norms] = self.x.data_ptr()
 
     def fits(self, rows: int, wanted: int, keys: Sequence[Tensor], taps: tuple[int, ...]) -> bool:
-        return taps == self.taps and wanted <= self.wanted and self.memory.fits(rows, keys)
+        return taps in ((), self.taps) and wanted <= self.wanted and self.memory.fits(rows, keys)
 
     def run(
         self,
         inputs: Tensor,
         positions: Tensor,
         plan: AttentionPlan,
+        taps: tuple[int, ...],
         logit_rows: Tensor | None,
         argmax: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, size, head = len(inputs), self.x.shape[1], self.target.head
         wanted = rows if logit_rows is None else len(logit_rows)
         out = torch.empty(wanted, size if head is None else head.out_features)
-        tapped = torch.empty(rows, len(self.taps) * size)
+        tapped = torch.empty(rows, len(taps) * size)
         steps = self.program.steps
         if self.target.embedding is None:
             steps["x"][self.norms] = inputs.data_ptr()
         else:
             steps["index"][0] = inputs.data_ptr()
-        steps["tap"][self.tapped] = tapped.data_ptr() + self.columns
+        steps["tap"][self.tapped] = tapped.data_ptr() + self.columns if taps else 0
         steps["index"][self.layer_steps] = 0 if logit_rows is None else logit_rows.data_ptr()
         self.program.direct(self.layer_steps + (head is not None), out)
         best = torch.empty(wanted, dtype=torch.int64) if argmax else None

@@ -94,7 +94,7 @@ class Aim:
     ) -> None:
         """File a round. `survival` as `loops.usable` leaves it."""
         load = self._load(state.num_requests)
-        if load.gate.resting and not self._wanted:
+        if not (load.gate.on or self._wanted):
             load.gate.observe(False, False)
             return
         if not np.count_nonzero(state.modelled(state.room)):

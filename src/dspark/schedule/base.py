@@ -11,7 +11,7 @@ import numpy as np
 
 from dspark.schedule import loops
 
-__all__ = ["Dependence", "Observer", "Policy", "ScheduleState", "Timed"]
+__all__ = ["Dependence", "Observer", "Policy", "Resting", "ScheduleState", "Timed"]
 
 
 class Dependence(IntEnum):
@@ -140,4 +140,17 @@ class Timed(Protocol):
         self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
     ) -> None:
         """`draft_s`: seconds from the start of the round to its plan; `step_s`: the target's pass and judgement."""
+        ...
+
+
+@runtime_checkable
+class Resting(Protocol):
+    """A policy that knows when drafting has no prospects for a while."""
+
+    def rests(self, num_requests: int) -> bool:
+        """Whether no model will be asked for drafts in many rounds of so many requests, this one included.
+
+        Its drafter then need not follow what is committed, and can draft no more for the requests of these rounds:
+        their `room` is 0 from then on. Called once a round, behind `draft_lengths`.
+        """
         ...

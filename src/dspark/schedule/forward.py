@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dspark.schedule.base import Dependence, Observer, Policy, ScheduleState, Timed
+from dspark.schedule.base import Dependence, Observer, Policy, Resting, ScheduleState, Timed
 
 __all__ = ["ForwardingPolicy"]
 
@@ -16,6 +16,7 @@ class ForwardingPolicy:
         self.inner = inner
         self._observer = inner if isinstance(inner, Observer) else None
         self._timed = inner if isinstance(inner, Timed) else None
+        self._resting = inner if isinstance(inner, Resting) else None
 
     @property
     def dependence(self) -> Dependence:
@@ -49,3 +50,6 @@ class ForwardingPolicy:
     ) -> None:
         if self._timed is not None:
             self._timed.timed(state, drafted, scheduled, draft_s, step_s)
+
+    def rests(self, num_requests: int) -> bool:
+        return self._resting is not None and self._resting.rests(num_requests)

@@ -10,6 +10,7 @@ from dspark.errors import DSparkError
 __all__ = ["AimConfig", "DraftGate", "Realised"]
 
 _LOOK = 32  # rounds without drafts from one estimate to the next
+_FAR = 64  # rounds before the next trial beyond which nobody need prepare for it
 _SUPPOSED = 2  # rounds that the scatter of gains rests on before there are any
 _YOUNG = 30  # rounds behind which the doubt in a verdict has shrunk to 1.4 times what it is in the long run
 _FIRST = (
@@ -78,6 +79,11 @@ class DraftGate:
         A trial that is due waits for the next look, too: where none can pay, each round would ask again.
         """
         return not self.on and self._off % _LOOK > 0
+
+    @property
+    def far(self) -> bool:
+        """Off, and no trial in sight."""
+        return not self.on and self._patience - self._off > _FAR
 
     @property
     def _patience(self) -> float:

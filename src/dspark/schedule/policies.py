@@ -23,7 +23,7 @@ import numpy as np
 
 from dspark.errors import DSparkError
 from dspark.schedule.aim import Aim, AimConfig
-from dspark.schedule.base import Dependence, Observer, Policy, ScheduleState, Timed
+from dspark.schedule.base import Dependence, Observer, Policy, Resting, ScheduleState, Timed
 from dspark.schedule.cost import CostModel
 from dspark.schedule.feedback import LiveCost
 from dspark.schedule.loops import totals, usable, while_at_least
@@ -37,6 +37,7 @@ __all__ = [
     "Observer",
     "Policy",
     "PrefixScheduler",
+    "Resting",
     "ScheduleState",
     "Threshold",
     "Timed",
@@ -128,6 +129,10 @@ class _Adaptive(ABC):
 
     def draft_lengths(self, state: ScheduleState) -> np.ndarray:
         return self.aim.lengths(state)
+
+    def rests(self, num_requests: int) -> bool:
+        """See `Resting`: drafting does not pay at this load, and its next trial is far."""
+        return self.aim.gate(num_requests).far
 
     def verify_lengths(
         self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
