@@ -24,6 +24,7 @@ import torch
 from dspark import LLM
 from dspark.data import load_prompts
 from dspark.drafters.methods import LOOKUP
+from dspark.engine.engine import Engine
 from dspark.evaluate.throughput import ThroughputSettings, run_throughput
 
 PLAIN = "none"  # run_throughput's name for it
@@ -128,11 +129,17 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     method, lookup = args.method.removesuffix(LOOKUP), args.method.endswith(LOOKUP)
 
-    def engine(length: int, policy: str = "fixed") -> Any:
+    shared: list[Any] = []
+
+    def engine(length: int, policy: str = "fixed") -> Engine:
         config = {"method": method, "num_speculative_tokens": length, "policy": policy} if length else None
         if config is not None and lookup:
             config["prompt_lookup_num_tokens"] = max(args.lengths)
-        return LLM(args.model, speculative_config=config, max_num_seqs=max(args.concurrency)).engine
+        own = LLM(args.model, speculative_config=config, max_num_seqs=max(args.concurrency)).engine
+        if not shared:
+            shared.append(own.target)  # one set of weights, so that no arm finds the caches full of another's
+            return own
+        return Engine(shared[0], own.drafter, own.policy, own.tokenizer, own.config, calibrate=own.calibrate)
 
     engines = {PLAIN: engine(0)} | {str(n): engine(n) for n in args.lengths}
     engines[args.policy] = engine(max(args.lengths), args.policy)

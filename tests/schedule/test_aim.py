@@ -198,10 +198,10 @@ def test_a_drafter_with_nothing_to_say_is_not_switched_off():
 
 def test_retries_in_vain_become_rare():
     aim = AimConfig(trial_rounds=8, retry_after=16, retry_at_most=64, exploration=0.5)
-    on = simulate(PrefixScheduler(7, COST, aim=aim), 0.0, 600)[0][:, 0] > 0
+    on = simulate(PrefixScheduler(7, COST, aim=aim), 0.0, 2400)[0][:, 0] > 0
     starts = np.flatnonzero(on & ~np.roll(on, 1))
     assert np.diff(starts).tolist()[:3] == sorted(np.diff(starts).tolist()[:3])
-    assert set(np.diff(starts)[3:]) == {72}, "8 rounds of trial, 64 without"
+    assert set(np.diff(starts)[6:]) == {8 + 3 * 64}, "8 rounds of trial, which nothing speaks for: three times the wait"
 
 
 def test_outcomes_give_conditional_acceptance():

@@ -73,7 +73,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config or EngineConfig()
-        self._calibrate, self._clock = calibrate, clock
+        self.calibrate, self._clock = calibrate, clock
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.policy = policy or FixedLength(drafter.max_draft if drafter else 0)
         self._observer = self.policy if isinstance(self.policy, Observer) else None
@@ -217,7 +217,7 @@ class Engine:
         """Survivals [R, gamma], if the policy reads them, and what to verify. Without drafts nobody is asked."""
         if not draft.gamma:
             return None, Plan(draft.lengths)
-        alive = survival(draft, self._calibrate) if self.policy.uses_survival else None
+        alive = survival(draft, self.calibrate) if self.policy.uses_survival else None
         lengths = self.policy.verify_lengths(state, alive, draft.lengths)
         return alive, Plan(check_lengths("verify_lengths", lengths, draft.lengths))
 

@@ -20,7 +20,8 @@ __all__ = ["Aim", "AimConfig", "DraftGate", "Realised"]
 _REACH = 32  # rounds for which one verified length keeps its slot drafted
 _WIDER = 8  # rounds, of which one drafts a slot further, where that has not paid lately
 _WIDENING_FADES = 0.05  # a round
-_BOLD = 2  # rounds in which all is drafted that could pay at best
+_BOLD = 2  # drafted rounds, at any load, in which all is drafted that could pay at best
+_TAUGHT = 24  # drafted rounds, at any load, behind which no trial is made on hope alone
 
 
 @dataclass
@@ -136,12 +137,16 @@ class Aim:
         if load.gate.trying:
             hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
             gain, lengths = self._best(load, state, room, hopeful)
-            if (
-                self._rounds >= _BOLD
-            ):  # between hope and what is remembered: most trials are in vain, and cost
-                between = (hopeful * self.history.survival(state.uids)) ** 0.5
-                lengths = self._best(load, state, room, between)[1]
-            return lengths if gain > 1 else nothing
+            if self._rounds < _BOLD or gain <= 1:
+                return lengths if gain > 1 else nothing
+            # Between hope and what is remembered: most trials are in vain, and cost.
+            between = (hopeful * self.history.survival(state.uids)) ** 0.5
+            gain, lengths = self._best(load, state, room, between)
+            under_way = load.gate.on and not load.gate.fresh
+            if gain > 1 or under_way or load.gate.insists or self._rounds < _TAUGHT:
+                return lengths
+            load.gate.put_off()
+            return nothing
         gain, lengths = self._best(load, state, room, self.history.survival(state.uids))
         seen, tried = load.realised.at_best(self.config.doubt), load.tried.at_best(self.config.doubt)
         if gain < 1 < seen and self._confident:

@@ -13,9 +13,8 @@ _LOOK = 32  # rounds without drafts from one estimate to the next
 _FAR = 64  # rounds before the next trial beyond which nobody need prepare for it
 _SUPPOSED = 2  # rounds that the scatter of gains rests on before there are any
 _YOUNG = 30  # rounds behind which the doubt in a verdict has shrunk to 1.4 times what it is in the long run
-_FIRST = (
-    8  # times `exploration` may be spent on the first retry, half as much on the next: it knows little yet
-)
+_FIRST = 6  # times `exploration` may be spent on the first retry: it knows little yet
+_INSIST = 3  # times the wait, behind which a trial is made against the odds
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,9 @@ class AimConfig:
     in vain doubles the wait, up to `retry_at_most`. The wait is never shorter than what a trial cost (in rounds of
     plain decoding, until drafting was off again) over `exploration`, so that trials in vain take that share of the
     time in the long run. No trial is made where it could not pay even if every draft were accepted with probability
-    `hope`. What drafted rounds brought is remembered with `memory` a round (longer than the history: it settles
+    `hope`; and where it could not pay half way from what rounds at any load have taught to that, the wait is
+    three times as long.
+    What drafted rounds brought is remembered with `memory` a round (longer than the history: it settles
     whether to draft, not how much) and judged with `doubt` standard errors in favour of drafting: rounds without
     drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon found out.
     """
@@ -65,7 +66,9 @@ class DraftGate:
         self._trial, self._off, self._wait = config.trial_rounds, 0, config.retry_after
         self._lasted = 0  # drafted rounds since the last trial
         self._lost = 0.0  # since the last trial began, in rounds of plain decoding
+        self._unlikely = False  # the trial that is due, by what is known
         self.on = True
+        self.fresh = True  # nothing was filed yet
 
     @property
     def trying(self) -> bool:
@@ -81,9 +84,19 @@ class DraftGate:
         return not self.on and self._off % _LOOK > 0
 
     @property
+    def insists(self) -> bool:
+        """A trial is due for so long that no estimate counts: estimates may be wrong, and age."""
+        return self._off >= _INSIST * self._patience
+
+    def put_off(self) -> None:
+        """The trial that is due is not made: nothing known speaks for it."""
+        self._unlikely = True
+
+    @property
     def far(self) -> bool:
         """Off, and no trial in sight."""
-        return not self.on and self._patience - self._off > _FAR
+        due = self._patience * (_INSIST if self._unlikely else 1)
+        return not self.on and due - self._off > _FAR
 
     @property
     def _patience(self) -> float:
@@ -100,7 +113,7 @@ class DraftGate:
 
         `lost`: rounds of plain decoding that the time would have been worth, less what it brought in such rounds.
         """
-        config = self._config
+        config, self.fresh = self._config, False
         if wanted and not drafted:
             return
         if not wanted:
@@ -115,7 +128,7 @@ class DraftGate:
         self._lost = max(0.0, self._lost + lost)
         if self._lasted >= config.retry_after:  # it goes on for long without a trial: it pays
             self._wait, self._lost = config.retry_after, 0.0
-        self._trial, self._off, self.on = max(0, self._trial - 1), 0, True
+        self._trial, self._off, self.on, self._unlikely = max(0, self._trial - 1), 0, True, False
 
 
 class Realised:
