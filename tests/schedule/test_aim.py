@@ -355,3 +355,44 @@ def test_settings_that_would_stay_off_for_ever_are_refused():
     for bad in ({"prior": 1.0}, {"prior": 0.0}, {"weight": 0.0}, {"decay": 1.0}):
         with pytest.raises(DSparkError):
             PrefixScheduler(3, COST, aim=AimConfig(**bad))
+
+
+def test_a_trial_waits_for_a_round_without_prompts_but_not_for_ever():
+    """What a draft costs does not show beside a prompt's rows."""
+    prompt = ScheduleState(np.array([0, 1]), np.array([0, 9]), np.array([0, 50]), np.array([64, 1]), np.array([False, True]))
+    policy = PrefixScheduler(7, COST)
+    nothing = np.zeros(2, dtype=np.int64)
+    for _ in range(20):
+        assert policy.draft_lengths(prompt).tolist() == [0, 0]
+        policy.observe(prompt, None, nothing, nothing, nothing)
+    assert policy.draft_lengths(state_of([0, 1])).min() > 0
+    policy = PrefixScheduler(7, COST)
+    for _ in range(64):
+        policy.draft_lengths(prompt)
+        policy.observe(prompt, None, nothing, nothing, nothing)
+    assert policy.draft_lengths(prompt)[1] > 0
+
+
+# Of rows that cost little up to 16, and much beyond.
+CHEAP = TableCost((1, 16, 64), (1.0, 1.2, 6.0), draft=DraftCost(0.35, 0.01, 0.006))
+
+
+def test_many_requests_settle_a_trial_in_fewer_rounds():
+    """Eight requests tell as much in a round as one in eight."""
+    alone, _ = simulate(PrefixScheduler(7, CHEAP), 0.05, 60)
+    eight, _ = simulate(PrefixScheduler(7, CHEAP), 0.05, 60, num_requests=8)
+    assert (alone.max(axis=1) > 0).sum() >= 8
+    assert 2 <= (eight.max(axis=1) > 0).sum() <= 5
+
+
+def test_what_one_load_taught_spares_another_its_trial():
+    """What would have to be accepted for a gain among 8 requests is far from what one request showed."""
+    policy = PrefixScheduler(7, CHEAP)
+    simulate(policy, 0.05, 400)
+    assert policy.aim._rounds >= 24
+    drafts, _ = simulate(policy, 0.05, 64, num_requests=8)
+    assert not drafts.any()
+    drafts, _ = simulate(policy, 0.05, 400, num_requests=8)
+    assert drafts.any(), "after three times the wait it is tried all the same"
+    fresh, _ = simulate(PrefixScheduler(7, CHEAP), 0.05, 64, num_requests=8)
+    assert fresh.any()

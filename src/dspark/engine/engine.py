@@ -170,13 +170,14 @@ class Engine:
             accepted = seen.spread(judgement.accepted)
             if self._observer is not None:
                 self._observer.observe(state, alive, draft.lengths, plan.lengths, accepted)
-            if self._timed is not None:
-                self._timed.timed(state, draft.lengths, plan.lengths, proposed - started, verified - proposed)
             events = self._commit(batch, draft, plan, seen, judgement, accepted, follow)
         except BaseException:
             self._abandon(batch)
             raise
-        self.timings.add(started, proposed, verified, self._clock())
+        ended = self._clock()
+        self.timings.add(started, proposed, verified, ended)
+        if self._timed is not None:
+            self._timed.timed(state, draft.lengths, plan.lengths, proposed - started, ended - proposed)
         return self._delivered(events)
 
     def _delivered(self, events: list[StepEvent]) -> list[StepEvent]:

@@ -21,6 +21,8 @@ _REACH = 32  # rounds for which one verified length keeps its slot drafted
 _WIDER = 8  # rounds, of which one drafts a slot further, where that has not paid lately
 _WIDENING_FADES = 0.05  # a round
 _BOLD = 2  # drafted rounds, at any load, in which all is drafted that could pay at best
+_PROMPTS = 64  # rounds in a row that a trial waits for one without prompts
+_SHORTEST = 2  # rounds of a trial: many requests tell much in one
 _TAUGHT = 24  # drafted rounds, at any load, behind which no trial is made on hope alone
 
 
@@ -55,6 +57,8 @@ class Aim:
         self._loads: dict[int, _Load] = {}
         self._confident = False
         self._wanted = False
+        self._passed = False  # the round at hand says nothing about drafting
+        self._prompts = 0  # rounds in a row that a trial waited for one without prompts
         self._rounds = 0  # with drafts, at any load
         self._priced: tuple[ScheduleState, np.ndarray] | None = None  # of the round at hand
         self._reach = float(gamma)  # longest length verified lately
@@ -76,7 +80,12 @@ class Aim:
 
     def lengths(self, state: ScheduleState) -> np.ndarray:
         """[R] int64 drafts to propose."""
-        if self._load(state.num_requests).gate.resting:  # a round that is to cost nothing
+        gate = self._load(state.num_requests).gate
+        # Prompts in a round hide what a trial in it costs: better wait for one without, if there are such.
+        prompts = gate.trying and not gate.resting and state.query_tokens > state.num_requests
+        self._passed = prompts and self._prompts < _PROMPTS
+        self._prompts = self._prompts + 1 if prompts else 0
+        if gate.resting or self._passed:  # a round that is to cost nothing
             self._wanted = False
             return np.zeros(state.num_requests, dtype=np.int64)
         room = np.minimum(state.modelled(state.room), self.gamma)
@@ -94,6 +103,8 @@ class Aim:
         accepted: np.ndarray,
     ) -> None:
         """File a round. `survival` as `loops.usable` leaves it."""
+        if self._passed:
+            return
         load = self._load(state.num_requests)
         if not (load.gate.on or self._wanted):
             load.gate.observe(False, False)
@@ -121,7 +132,7 @@ class Aim:
         seconds = self.seconds(state, budget)
         with_drafts = float(seconds[budget]) + self.cost.draft_price(*totals(drafted))
         worth, tokens = without * with_drafts / float(seconds[copied]), without + won
-        (load.tried if tried else load.realised).add(tokens, worth)
+        (load.tried if tried else load.realised).add(tokens, worth, max(without, 1))
         if self._before_widening is not None:
             (within, drafts), (_, rows), (_, further) = (
                 beyond(lengths, self._before_widening) for lengths in (drafted, ours, kept)
@@ -152,7 +163,7 @@ class Aim:
         if gain < 1 < seen and self._confident:
             # The mean block does not pay, but confidences find those that do: as far as they lately reached.
             lengths, self._before_widening = np.minimum(room, 1 + math.ceil(self._reach)), None
-        if load.realised.rounds > 2 * self.config.trial_rounds:
+        if load.realised.rounds > 2 * load.gate.trial_rounds:
             gain = seen if load.gate.on else min(gain, seen)
         else:
             gain = max(gain + self.config.doubt * load.tried.error, tried, seen)
@@ -182,6 +193,7 @@ class Aim:
     def _load(self, num_requests: int) -> _Load:
         size = num_requests.bit_length()
         if size not in self._loads:
-            memory = self.config.memory
-            self._loads[size] = _Load(DraftGate(self.config), Realised(memory), Realised(memory))
+            memory, rounds = self.config.memory, -(-self.config.trial_rounds // max(1, 2 ** (size - 1)))
+            gate = DraftGate(self.config, max(_SHORTEST, rounds))
+            self._loads[size] = _Load(gate, Realised(memory), Realised(memory))
         return self._loads[size]

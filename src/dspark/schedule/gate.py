@@ -12,7 +12,7 @@ __all__ = ["AimConfig", "DraftGate", "Realised"]
 _LOOK = 32  # rounds without drafts from one estimate to the next
 _FAR = 64  # rounds before the next trial beyond which nobody need prepare for it
 _SUPPOSED = 2  # rounds that the scatter of gains rests on before there are any
-_YOUNG = 30  # rounds behind which the doubt in a verdict has shrunk to 1.4 times what it is in the long run
+_YOUNG = 30  # rounds of one request behind which the doubt in a verdict has shrunk to 1.4 times what it is in the long run
 _FIRST = 6  # times `exploration` may be spent on the first retry: it knows little yet
 _INSIST = 3  # times the wait, behind which a trial is made against the odds
 
@@ -21,7 +21,7 @@ _INSIST = 3  # times the wait, behind which a trial is made against the odds
 class AimConfig:
     """`hysteresis`: gain needed to switch drafting on again; it goes off where plain decoding is shown to be faster.
 
-    Drafting is tried for `trial_rounds` at the start, and again after `retry_after` rounds without it; each trial
+    Drafting is tried for `trial_rounds` (of one request, fewer of many) at the start, and again after `retry_after` rounds without it; each trial
     in vain doubles the wait, up to `retry_at_most`. The wait is never shorter than what a trial cost (in rounds of
     plain decoding, until drafting was off again) over `exploration`, so that trials in vain take that share of the
     time in the long run. No trial is made where it could not pay even if every draft were accepted with probability
@@ -59,11 +59,11 @@ class AimConfig:
 
 
 class DraftGate:
-    """Whether to draft at all, with a memory, counted in rounds."""
+    """Whether to draft at all, with a memory, counted in rounds. `trial_rounds`: how long a trial lasts."""
 
-    def __init__(self, config: AimConfig) -> None:
-        self._config = config
-        self._trial, self._off, self._wait = config.trial_rounds, 0, config.retry_after
+    def __init__(self, config: AimConfig, trial_rounds: int) -> None:
+        self._config, self.trial_rounds = config, trial_rounds
+        self._trial, self._off, self._wait = trial_rounds, 0, config.retry_after
         self._lasted = 0  # drafted rounds since the last trial
         self._lost = 0.0  # since the last trial began, in rounds of plain decoding
         self._unlikely = False  # the trial that is due, by what is known
@@ -121,7 +121,7 @@ class DraftGate:
             self._off += 1
             return
         if self._off > 0 and self._off >= self._patience:
-            self._trial, self._lasted, self._lost = config.trial_rounds, 0, 0.0
+            self._trial, self._lasted, self._lost = self.trial_rounds, 0, 0.0
             self._wait = min(2 * self._wait, config.retry_at_most)
         elif self._trial == 0:
             self._lasted += 1
@@ -137,10 +137,12 @@ class Realised:
     def __init__(self, memory: float) -> None:
         self._memory = memory
         self._sums = (0.0,) * 7  # of w, w^2, and by w: tokens, their plain worth, their squares and product
+        self._outcomes = 0.0
 
-    def add(self, tokens: float, plain_worth: float) -> None:
+    def add(self, tokens: float, plain_worth: float, requests: int = 1) -> None:
         """File a round. `plain_worth`: tokens that plain decoding decides in the seconds it took."""
         t, b = tokens, plain_worth
+        self._outcomes = self._memory * self._outcomes + requests
         m, (w, w2, ts, bs, tt, tb, bb) = self._memory, self._sums
         tokens_and_worth = m * ts + t, m * bs + b, m * tt + t * t, m * tb + t * b, m * bb + b * b
         self._sums = m * w + 1.0, m * m * w2 + 1.0, *tokens_and_worth
@@ -170,8 +172,8 @@ class Realised:
         It is asked in every round, and one look below 1 is enough: with one standard error all along, a gain of a
         few percent would be given up by chance within the first fifty rounds.
         """
-        w = self._sums[0]
-        return self.gain + doubt * math.sqrt(1 + _YOUNG / w) * self.error if w > 0 else 0.0
+        n = self._outcomes
+        return self.gain + doubt * math.sqrt(1 + _YOUNG / n) * self.error if n > 0 else 0.0
 
     @property
     def rounds(self) -> float:
