@@ -238,7 +238,9 @@ def test_greedy_rule_is_the_ratio_rule_at_temperature_0(g, one_hot_proposals):
     r["p_target"] = torch.nn.functional.one_hot(target_tokens, 3).float()
     if one_hot_proposals:
         r["p_draft"] = None
-    accepted, following = greedy_rule(r["draft_tokens"], r["lengths"].numpy(), target_tokens, r["row_start"].numpy())
+    accepted, following = greedy_rule(
+        r["draft_tokens"], r["lengths"].numpy(), target_tokens, r["row_start"].numpy()
+    )
     verdict = ratio_rule(vocab=None, **r)
     assert verdict.num_accepted.tolist() == accepted.tolist()
     assert verdict.next_token.tolist() == following.tolist()

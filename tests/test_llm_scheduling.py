@@ -64,8 +64,8 @@ def test_a_calibration_is_served_to_its_own_drafter_only(tmp_path):
 
     own = config(drafter_identity=identity, target_identity=loaded.identity)
     llm = LLM(target, speculative_config=own, max_num_seqs=1, kv_cache_tokens=256)
-    assert llm.engine._calibrate is not None
-    half = llm.engine._calibrate(np.array([[2.0] * 7]))
+    assert llm.engine.calibrate is not None
+    half = llm.engine.calibrate(np.array([[2.0] * 7]))
     assert half[0, 0] == pytest.approx(1 / (1 + np.exp(-1.0)))
     with pytest.raises(DSparkError, match="another drafter"):
         LLM(target, speculative_config=config(drafter_identity="0" * 16))
@@ -84,7 +84,7 @@ def test_the_calibration_beside_a_drafter_is_served_unless_told_off(tmp_path):
 
     def calibrate(**keys):
         config = {"method": "dspark", "model": str(own), **keys}
-        return LLM(speculative_config=config, max_num_seqs=1, kv_cache_tokens=256).engine._calibrate
+        return LLM(speculative_config=config, max_num_seqs=1, kv_cache_tokens=256).engine.calibrate
 
     logits = np.array([[1.0, 3.0]])
     priced = {"policy": "auto", "cost_table": str(table)}

@@ -74,7 +74,7 @@ def test_copies_need_no_context() -> None:
     drafter = LookupFirst(tiny_drafter(target), 2, 4)
     policy = _Rests(2, range(1, 3))
     prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [3, 3, 3, 3, 3], [8, 1]]
-    ids, outputs = run(Engine(target, drafter, policy), prompts, 30)
+    ids, _ = run(Engine(target, drafter, policy), prompts, 30)
     assert ids == run(Engine(tiny_decoder()), prompts, 30)[0]
     assert any(max(room[:2]) > 0 for room in policy.rooms[4:])
 
@@ -92,7 +92,7 @@ def test_a_preempted_request_is_followed_again() -> None:
 
 
 def test_who_forwards_a_policy_forwards_its_rest() -> None:
-    inner = _Rests(2, range(0, 5))
+    inner = _Rests(2, range(5))
     inner.rooms.append([1])
     assert ForwardingPolicy(inner).rests(1)
     assert not ForwardingPolicy(FixedLength(2)).rests(1)

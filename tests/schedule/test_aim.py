@@ -201,7 +201,9 @@ def test_retries_in_vain_become_rare():
     on = simulate(PrefixScheduler(7, COST, aim=aim), 0.0, 2400)[0][:, 0] > 0
     starts = np.flatnonzero(on & ~np.roll(on, 1))
     assert np.diff(starts).tolist()[:3] == sorted(np.diff(starts).tolist()[:3])
-    assert set(np.diff(starts)[6:]) == {8 + 3 * 64}, "8 rounds of trial, which nothing speaks for: three times the wait"
+    assert set(np.diff(starts)[6:]) == {8 + 3 * 64}, (
+        "8 rounds of trial, which nothing speaks for: three times the wait"
+    )
 
 
 def test_outcomes_give_conditional_acceptance():
@@ -359,7 +361,9 @@ def test_settings_that_would_stay_off_for_ever_are_refused():
 
 def test_a_trial_waits_for_a_round_without_prompts_but_not_for_ever():
     """What a draft costs does not show beside a prompt's rows."""
-    prompt = ScheduleState(np.array([0, 1]), np.array([0, 9]), np.array([0, 50]), np.array([64, 1]), np.array([False, True]))
+    prompt = ScheduleState(
+        np.array([0, 1]), np.array([0, 9]), np.array([0, 50]), np.array([64, 1]), np.array([False, True])
+    )
     policy = PrefixScheduler(7, COST)
     nothing = np.zeros(2, dtype=np.int64)
     for _ in range(20):

@@ -22,8 +22,8 @@ MOST_ROWS = 512  # kept: their taps are memory
 class DeferredRows:
     """Rows of `ObserveBatch`es in order; each row's slot stays its request's until `forget`.
 
-    Taps are copied to memory of its own. A pass's taps that outlive it would lie between the passes' large outputs, which
-    the C library then returns to the system and fetches anew, page by page: 1 ms a pass of 16 rows.
+    Taps are copied to memory of its own. A pass's taps that outlive it would lie between the passes' large outputs,
+    which the C library then returns to the system and fetches anew, page by page: 1 ms a pass of 16 rows.
     """
 
     def __init__(self) -> None:
@@ -74,5 +74,7 @@ class DeferredRows:
         if not count:
             return None
         assert self._taps is not None
-        positions, slots = (torch.cat(column) for column in ([p.positions for p in parts], [p.slots for p in parts]))
+        positions, slots = (
+            torch.cat(column) for column in ([p.positions for p in parts], [p.slots for p in parts])
+        )
         return positions, slots, self._taps[:count]

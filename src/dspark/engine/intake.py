@@ -71,7 +71,7 @@ def check_lengths(what: str, lengths: np.ndarray, limit: np.ndarray) -> np.ndarr
 
 @compiled
 def _within(lengths: np.ndarray, limit: np.ndarray) -> bool:
-    for r in range(len(limit)):
+    for r in range(len(limit)):  # noqa: SIM110 - a loop compiles to one
         if not 0 <= lengths[r] <= limit[r]:
             return False
     return True

@@ -61,7 +61,10 @@ class Runner:
         tables = batch.block_tables
         rows = pack_rows(cached, batch.rows, plan.lengths, batch.samples, tables, self.pool.block_size)
         device = self.target.device
-        positions, slots = torch.from_numpy(rows.positions).to(device), torch.from_numpy(rows.slots).to(device)
+        positions, slots = (
+            torch.from_numpy(rows.positions).to(device),
+            torch.from_numpy(rows.slots).to(device),
+        )
         all_wanted = len(rows.logit_rows) == len(rows.positions)  # as where all requests decode
         forward = ForwardBatch(
             token_ids=self._tokens(batch, draft, plan, rows.query_start),
@@ -79,7 +82,9 @@ class Runner:
     def _tokens(self, batch: Batch, draft: Draft, plan: Plan, query_start: np.ndarray) -> torch.Tensor:
         """Token ids of all rows [N]. Drafts stay on their device."""
         ids = np.zeros(query_start[-1], dtype=np.int64)
-        for request, start, count in zip(batch.requests, query_start.tolist(), batch.rows.tolist(), strict=False):
+        for request, start, count in zip(
+            batch.requests, query_start.tolist(), batch.rows.tolist(), strict=False
+        ):
             ids[start : start + count] = request.token_ids[request.cached : request.cached + count]
         device = self.target.device
         tokens = torch.from_numpy(ids).to(device)

@@ -47,7 +47,9 @@ class Batch:
     def requests(self) -> list[Request]:
         return [r.request for r in self.running]
 
-    def state(self, tolerates_live: np.ndarray | None = None, free: np.ndarray | None = None) -> ScheduleState:
+    def state(
+        self, tolerates_live: np.ndarray | None = None, free: np.ndarray | None = None
+    ) -> ScheduleState:
         """What a policy may know of the step. Where a drafter has not followed, there is room for copies alone."""
         room = self.room
         if not all(r.followed for r in self.running):

@@ -12,7 +12,7 @@ __all__ = ["inside", "largest", "longest_total"]
 @compiled
 def inside(values: np.ndarray, size: int) -> bool:
     """Whether all of `values` [n] int64 lie in 0 .. size - 1."""
-    for value in values:
+    for value in values:  # noqa: SIM110 - a loop compiles to one
         if not 0 <= value < size:
             return False
     return True

@@ -314,7 +314,13 @@ def _address(rows: Rows) -> tuple[int, int, int]:
 
 @compiled
 def _set_rows(
-    steps: Any, calls: Any, counters: np.ndarray, cut: np.ndarray, weights: np.ndarray, rows: np.ndarray, units: int
+    steps: Any,
+    calls: Any,
+    counters: np.ndarray,
+    cut: np.ndarray,
+    weights: np.ndarray,
+    rows: np.ndarray,
+    units: int,
 ) -> int:
     """Cut the steps for a run over `rows` [groups, 3] and `units` of attention; returns weights x rows in it.
 

@@ -12,7 +12,9 @@ __all__ = ["AimConfig", "DraftGate", "Realised"]
 _LOOK = 32  # rounds without drafts from one estimate to the next
 _FAR = 64  # rounds before the next trial beyond which nobody need prepare for it
 _SUPPOSED = 2  # rounds that the scatter of gains rests on before there are any
-_YOUNG = 30  # rounds of one request behind which the doubt in a verdict has shrunk to 1.4 times what it is in the long run
+_YOUNG = (
+    30  # rounds of one request, behind which the doubt in a verdict is 1.4 times what it is in the long run
+)
 _FIRST = 6  # times `exploration` may be spent on the first retry: it knows little yet
 _INSIST = 3  # times the wait, behind which a trial is made against the odds
 
@@ -21,15 +23,15 @@ _INSIST = 3  # times the wait, behind which a trial is made against the odds
 class AimConfig:
     """`hysteresis`: gain needed to switch drafting on again; it goes off where plain decoding is shown to be faster.
 
-    Drafting is tried for `trial_rounds` (of one request, fewer of many) at the start, and again after `retry_after` rounds without it; each trial
-    in vain doubles the wait, up to `retry_at_most`. The wait is never shorter than what a trial cost (in rounds of
-    plain decoding, until drafting was off again) over `exploration`, so that trials in vain take that share of the
-    time in the long run. No trial is made where it could not pay even if every draft were accepted with probability
-    `hope`; and where it could not pay half way from what rounds at any load have taught to that, the wait is
-    three times as long.
-    What drafted rounds brought is remembered with `memory` a round (longer than the history: it settles
-    whether to draft, not how much) and judged with `doubt` standard errors in favour of drafting: rounds without
-    drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon found out.
+    Drafting is tried for `trial_rounds` (of one request, fewer of many) at the start, and again after `retry_after`
+    rounds without it; each trial in vain doubles the wait, up to `retry_at_most`. The wait is never shorter than
+    what a trial cost (in rounds of plain decoding, until drafting was off again) over `exploration`, so that trials
+    in vain take that share of the time in the long run. No trial is made where it could not pay even if every draft
+    were accepted with probability `hope`; and where it could not pay half way from what rounds at any load have
+    taught to that, the wait is three times as long. What drafted rounds brought is remembered with `memory` a round
+    (longer than the history: it settles whether to draft, not how much) and judged with `doubt` standard errors in
+    favour of drafting: rounds without drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon
+    found out.
     """
 
     prior: float = 0.6

@@ -29,6 +29,7 @@ __all__ = [
 
 NO_DRAFT = -1.0  # in the place of survivals that are no candidates
 
+
 @compiled
 def totals(lengths: np.ndarray) -> tuple[int, int]:
     """Of [R] lengths: how many are above 0, and their sum."""
