@@ -160,7 +160,7 @@ class _Adaptive(ABC):
     def timed(
         self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
     ) -> None:
-        """Let prices that follow the machine learn what the round took: where drafting rests, of one round in eight."""
+        """Let prices that follow the machine learn what the round took: where drafting rests, of few rounds."""
         if isinstance(self.cost, LiveCost):
             if not np.count_nonzero(drafted) and self.aim.gate(state.num_requests).resting:
                 return
