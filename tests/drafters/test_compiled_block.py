@@ -15,7 +15,7 @@ from dspark.drafters.slots import SlotSampler
 from dspark.kernels import lowbit
 from dspark.kv import KVPool
 from dspark.sampling import SamplingRows
-from dspark.target.decoder import DecoderLayer
+from dspark.target.layer import DecoderLayer
 from dspark.testing import tiny_decoder, tiny_drafter
 
 pytestmark = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.heads import ConfidenceHead
 from dspark.drafters.model import DrafterModel
-from dspark.target.decoder import Attend, DecoderLayer, RMSNorm
+from dspark.target.layer import Attend, DecoderLayer, RMSNorm
 from dspark.target.rotary import Rotary, apply_rotary
 
 __all__ = ["AutoregressiveModel"]

@@ -22,7 +22,7 @@ from dspark.kernels.draft import BlockRows, CompiledDraft, ContextRows, ContextW
 from dspark.kernels.linear import pack_linear, pack_linears
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, packed_table, supports_integers
 from dspark.kv import KVPool
-from dspark.target.decoder import Attend, DecoderLayer, layer_stack
+from dspark.target.layer import Attend, DecoderLayer, layer_stack
 
 __all__ = ["BlockDrafter"]
 

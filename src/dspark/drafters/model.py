@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.heads import ConfidenceHead, MarkovHead
 from dspark.kernels.lowbit import LowBitEmbedding, LowBitLinear
-from dspark.target.decoder import RMSNorm
+from dspark.target.layer import RMSNorm
 from dspark.target.rotary import Rotary
 
 __all__ = ["DrafterModel"]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dspark.drafters.autoregressive import AutoregressiveModel
 from dspark.drafters.config import DrafterConfig
-from dspark.target.decoder import Attend, DecoderLayer, RMSNorm
+from dspark.target.layer import Attend, DecoderLayer, RMSNorm
 
 __all__ = ["MTPModel"]
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dspark.kernels.lowbit import divisible, lowbit_linears, supports, supports_integers
 from dspark.target.base import Target
-from dspark.target.decoder import DecoderLayer
+from dspark.target.layer import DecoderLayer
 
 __all__ = ["can_quantise", "low_bits", "quantise", "serves_blocks"]
 

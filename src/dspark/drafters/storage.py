@@ -22,7 +22,7 @@ from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.model import DrafterModel
 from dspark.drafters.quantise import low_bits
 from dspark.kernels.lowbit import BLOCK, QuantizedWeight
-from dspark.target.decoder import DecoderLayer
+from dspark.target.layer import DecoderLayer
 
 __all__ = [
     "CONTEXT",

@@ -19,11 +19,12 @@ from torch import Tensor
 from dspark.kernels.attention import AttentionPlan, check_pool
 from dspark.kernels.layers import LayerMemory, LayerStack, room
 from dspark.kernels.lowbit import LowBitLinear
-from dspark.kernels.program import (
+from dspark.kernels.program import Program, Rows
+from dspark.kernels.program_numba import NORM
+from dspark.kernels.simd import LANES
+from dspark.kernels.steps import (
     Confidence,
-    Program,
     Rotation,
-    Rows,
     Step,
     choose,
     embed,
@@ -33,8 +34,6 @@ from dspark.kernels.program import (
     rotate,
     width,
 )
-from dspark.kernels.program_numba import NORM
-from dspark.kernels.simd import LANES
 
 __all__ = ["BlockOutput", "BlockRows", "CompiledDraft", "ContextRows", "ContextWeights", "HeadWeights"]
 

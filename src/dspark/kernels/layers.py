@@ -18,18 +18,8 @@ from dspark.kernels.attention import AttentionPlan
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
 from dspark.kernels.bounds import inside
 from dspark.kernels.lowbit import LowBitLinear
-from dspark.kernels.program import (
-    Rotation,
-    Step,
-    attend,
-    gather,
-    norm,
-    product,
-    rotate,
-    swiglu,
-    width,
-)
 from dspark.kernels.simd import LANES
+from dspark.kernels.steps import Rotation, Step, attend, gather, norm, product, rotate, swiglu, width
 
 __all__ = ["LayerMemory", "LayerStack", "LayerWeights", "room"]
 

@@ -16,8 +16,9 @@ from dspark.kernels.attention import AttentionPlan, check_pool
 from dspark.kernels.bounds import inside
 from dspark.kernels.layers import LayerMemory, LayerStack, room
 from dspark.kernels.lowbit import LowBitLinear
-from dspark.kernels.program import Program, Rows, choose, embed, gather, product, width
+from dspark.kernels.program import Program, Rows
 from dspark.kernels.program_numba import NORM
+from dspark.kernels.steps import choose, embed, gather, product, width
 
 __all__ = ["CompiledTarget"]
 

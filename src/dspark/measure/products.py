@@ -18,7 +18,8 @@ from torch.nn.functional import linear
 from dspark.core import DSparkError
 from dspark.kernels.linear import PackedLinear
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, gather_weights, supports, supports_integers
-from dspark.kernels.program import Program, Rotation, Rows, product, width
+from dspark.kernels.program import Program, Rows
+from dspark.kernels.steps import Rotation, product, width
 from dspark.measure.limits import Arithmetic, Reading
 from dspark.measure.timing import Clock, clock_name, seconds, spread, suitable_clock
 from dspark.target.blocks import fuse_blocks, read_blocks

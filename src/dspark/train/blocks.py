@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark.drafters.backbone import BlockDrafterModel
-from dspark.target.decoder import Attend
+from dspark.target.layer import Attend
 from dspark.train.attention import attend_blocks
 from dspark.train.data import Sequence
 from dspark.train.features import Features

@@ -17,7 +17,8 @@ from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.eagle3 import Eagle3Model
 from dspark.drafters.model import DrafterModel
 from dspark.drafters.mtp import MTPModel
-from dspark.target.decoder import Decoder, DecoderLayer
+from dspark.target.decoder import Decoder
+from dspark.target.layer import DecoderLayer
 from dspark.train.data import Sequence
 
 __all__ = [
