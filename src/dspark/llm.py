@@ -15,6 +15,7 @@ from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
 from dspark.drafters.registry import build_drafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
+from dspark.engine.rehearsal import rehearse
 from dspark.kernels.compilation import compile_kernels
 from dspark.profile import ensure_profile, fingerprint, read_cost_table
 from dspark.schedule.cost import CostModel
@@ -82,6 +83,7 @@ class LLM:
         )
         if device == "cpu" and dtype == "float32":
             compile_kernels(report)
+            rehearse()
         loaded = load_target(model, _DTYPES[dtype], device, report, activation_dtype, kv_cache_dtype)
         self.model, self.tokenizer = str(model), loaded.tokenizer
         drafter, block = build_drafter(drafting, loaded.decoder)

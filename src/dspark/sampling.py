@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dspark.core import Request, TokenLogprobs
+from dspark.kernels import distributions
 from dspark.randomness import Purpose, uniform
 
 __all__ = ["SamplingRows", "argmax", "log_probabilities", "probabilities", "sample", "top_logprobs"]
@@ -164,6 +165,8 @@ def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Args:
         logits: [n, V], shaped already, unchanged by this call. NaN and +inf are a broken model and spread.
     """
+    if not (rows.any_greedy or rows.any_filter) and distributions.fits(logits):
+        return distributions.softmax(logits, rows.host[:, 0].copy())
     if not rows.all_greedy:
         p = torch.softmax(_filtered(logits, rows), dim=-1)
         if not rows.any_greedy:
@@ -210,6 +213,8 @@ def sample(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     `p` [n, V] need not be normalised; its sum is taken in float64. A token of probability 0 is never picked,
     at u = 0 and u = 1 included.
     """
+    if distributions.fits(p):
+        return distributions.draw(p, u.double())
     cdf = p.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
     point = torch.minimum(u.to(torch.float64) * total, torch.nextafter(total, torch.zeros_like(total)))

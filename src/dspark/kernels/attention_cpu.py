@@ -157,6 +157,8 @@ def compile_workers() -> None:
     """Compile now rather than at the first call."""
     load_worker(attend_worker, CALL_TYPE)
     load_worker(store_worker, CALL_TYPE)
+    start, none = np.array([0, 1]), np.zeros(1, dtype=np.int64)
+    Work.of(start, none, none[None], none, causal=True, block_size=LANES)
 
 
 def attend(

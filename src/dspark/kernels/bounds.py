@@ -6,7 +6,7 @@ import numpy as np
 
 from dspark.compilation import compiled
 
-__all__ = ["inside", "largest", "longest_total"]
+__all__ = ["compile_checks", "inside", "largest", "longest_total"]
 
 
 @compiled
@@ -34,3 +34,12 @@ def longest_total(query_start: np.ndarray, context_lens: np.ndarray) -> int:
     for r in range(len(context_lens)):
         most = max(most, context_lens[r] + query_start[r + 1] - query_start[r])
     return most
+
+
+def compile_checks() -> None:
+    """Compile now rather than at the first call."""
+    none = np.zeros(1, dtype=np.int64)
+    inside(none, 1)
+    largest(none)
+    largest(none[None])
+    longest_total(np.array([0, 1]), none)

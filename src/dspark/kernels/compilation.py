@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dspark.compilation import told_once
-from dspark.kernels import attention_cpu, lowbit, program
+from dspark.kernels import attention_cpu, bounds, lowbit, program
 
 __all__ = ["compile_kernels"]
 
@@ -18,6 +18,7 @@ def compile_kernels(report: Callable[[str], None] = lambda message: None) -> Non
     """
     with told_once(Path(__file__).parent, "compiling the CPU kernels, once (about 30 s) ...", report):
         attention_cpu.compile_workers()
+        bounds.compile_checks()
         if lowbit.supports():
             lowbit.compile_worker()
             program.compile_worker()

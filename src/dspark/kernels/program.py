@@ -33,6 +33,8 @@ COUNTER_STEP = 8  # int64 from one step's counters to the next: a cache line
 def compile_worker() -> None:
     """Compile now rather than at the first call."""
     load_worker(program_worker, PASS_TYPE)
+    nothing = np.zeros((1, 3), dtype=np.int64)
+    _set_rows(np.zeros(1, STEP), np.zeros(1, PRODUCT_CALL), nothing, nothing, nothing[0], nothing, 0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Program:
     def __init__(self, steps: Sequence[Step], shape: Rotation) -> None:
         products = [step for step in steps if step.product is not None]
         layers = [step.product for step in products if step.product is not None]
-        self._weights = np.array([layer.in_features * layer.out_features for layer in layers])
+        self._weights = np.array([layer.in_features * layer.out_features for layer in layers], dtype=np.int64)
         self.steps = np.zeros(len(steps), dtype=STEP)
         self.cut = np.array([(step.group, step.units, step.per_row) for step in steps], dtype=np.int64)
         self._calls = np.zeros(len(products), dtype=PRODUCT_CALL)

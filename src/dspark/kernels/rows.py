@@ -30,7 +30,17 @@ from dspark.kernels.simd import (
     store_lanes,
 )
 
-__all__ = ["add_rows", "dot_rows", "largest_sum", "rotate_row", "scale_row", "square_sum", "swiglu_row"]
+__all__ = [
+    "add_rows",
+    "dot_rows",
+    "exp_row",
+    "largest_sum",
+    "multiply_row",
+    "rotate_row",
+    "scale_row",
+    "square_sum",
+    "swiglu_row",
+]
 
 _LOG2_E = 1.4426950408889634
 
@@ -140,6 +150,48 @@ def scale_row(typingctx: Any, x: Any, factor: Any, w: Any, out: Any, count: Any)
 
     kinds = [types.int64, types.float32, types.int64, types.int64, types.int64]
     return types.void(*kinds), codegen
+
+
+@intrinsic
+def multiply_row(typingctx: Any, x: Any, factor: Any, count: Any) -> Any:
+    """x *= factor."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, factor, count = args
+        factor = splat(builder, factor)
+        with _each_vector(builder, count) as at:
+            store_lanes(builder, builder.fmul(load_lanes(builder, x, at), factor), x, at)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic
+def exp_row(typingctx: Any, x: Any, top: Any, scale: Any, out: Any, count: Any) -> Any:
+    """out = 2^((x - top) scale), for top the largest and scale > 0; returns their sum, in float64.
+
+    Below 2^-126 it is 0, also for x = -inf. NaN stays NaN, in the sum too.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, top, scale, out, count = args
+        top, scale = splat(builder, top), splat(builder, scale)
+        wide = ir.VectorType(ir.DoubleType(), LANES)
+        total = cgutils.alloca_once_value(builder, ir.Constant(wide, [0.0] * LANES))
+        with _each_vector(builder, count) as at:
+            power = builder.fmul(builder.fsub(load_lanes(builder, x, at), top), scale)
+            counts = builder.fcmp_ordered(">=", power, constant(-126.0))
+            rest = builder.select(builder.fcmp_unordered("uno", power, power), power, ZERO)
+            value = builder.select(counts, exp2(builder, power), rest)
+            store_lanes(builder, value, out, at)
+            builder.store(builder.fadd(builder.load(total), builder.fpext(value, wide)), total)
+        lanes, result = builder.load(total), ir.Constant(ir.DoubleType(), 0.0)
+        for lane in range(LANES):
+            result = builder.fadd(result, builder.extract_element(lanes, I32(lane)))
+        return result
+
+    kinds = [types.int64, types.float32, types.float32, types.int64, types.int64]
+    return types.float64(*kinds), codegen
 
 
 @intrinsic

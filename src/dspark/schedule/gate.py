@@ -61,11 +61,11 @@ class AimConfig:
 
 
 class DraftGate:
-    """Whether to draft at all, with a memory, counted in rounds. `trial_rounds`: how long a trial lasts."""
+    """Whether to draft at all, with a memory, counted in rounds. `trial_rounds`: how long a trial lasts, if not as configured."""
 
-    def __init__(self, config: AimConfig, trial_rounds: int) -> None:
-        self._config, self.trial_rounds = config, trial_rounds
-        self._trial, self._off, self._wait = trial_rounds, 0, config.retry_after
+    def __init__(self, config: AimConfig, trial_rounds: int | None = None) -> None:
+        self._config, self.trial_rounds = config, trial_rounds or config.trial_rounds
+        self._trial, self._off, self._wait = self.trial_rounds, 0, config.retry_after
         self._lasted = 0  # drafted rounds since the last trial
         self._lost = 0.0  # since the last trial began, in rounds of plain decoding
         self._unlikely = False  # the trial that is due, by what is known
