@@ -60,7 +60,7 @@ def draw(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 def _softmax(logits: int, out: int, size: int, temperature: np.ndarray) -> None:
     for r in range(len(temperature)):
         x, p = logits + 4 * size * r, out + 4 * size * r
-        top = floats(x, size)[largest_sum(x, 0, size)]
+        top = floats(x, size)[largest_sum(x, 0, size)]  # type: ignore[call-arg]
         if top == -np.inf:  # nothing is allowed, or nothing is a number
             values = floats(x, size)
             broken = False

@@ -61,7 +61,10 @@ class AimConfig:
 
 
 class DraftGate:
-    """Whether to draft at all, with a memory, counted in rounds. `trial_rounds`: how long a trial lasts, if not as configured."""
+    """Whether to draft at all, with a memory, counted in rounds.
+
+    `trial_rounds`: how long a trial lasts, if not as configured.
+    """
 
     def __init__(self, config: AimConfig, trial_rounds: int | None = None) -> None:
         self._config, self.trial_rounds = config, trial_rounds or config.trial_rounds
