@@ -11,6 +11,7 @@ import torch
 from dspark.core import Draft, Request, SamplingParams
 from dspark.drafters.base import ObserveBatch, ProposeBatch
 from dspark.drafters.chain import ChainDrafter
+from dspark.engine.engine import Engine
 from dspark.kernels.lowbit import LowBitLinear, supports
 from dspark.kv import BlockTable, KVPool
 from dspark.sampling import SamplingRows
@@ -219,3 +220,34 @@ def test_quantised_serving_stays_close(method):
     for got, want in zip(small.kv(0), plain.kv(0), strict=True):
         assert 0 < float((got - want).abs().max()) < 0.2 * float(want.abs().max())
     assert small.propose([4]).tokens.shape == (1, 4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stop", [4, 5, 6, 7, 8])
+def test_a_request_may_end_inside_an_accepted_block(method, stop, monkeypatch):
+    """Rows behind the end were processed, but belong to no token: nobody is told of them."""
+    target = tiny_decoder()
+
+    def generate(engine: Engine, stop_ids: list[int]) -> list[int]:
+        engine.add([5, 6, 7], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=stop_ids))
+        engine.add([9, 3], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        done = {}
+        while engine.has_unfinished:
+            done |= {e.request_id: e.output for e in engine.step() if e.output is not None}
+        assert len(done["request-1"].token_ids) == 20
+        return done["request-0"].token_ids
+
+    reference = generate(Engine(target), [])
+    if reference.index(reference[stop]) != stop:
+        pytest.skip("this token comes earlier, too")
+    drafter = tiny_chain_drafter(target, method)
+
+    def right(batch: ProposeBatch) -> Draft:
+        tokens = torch.zeros(len(batch.lengths), int(batch.lengths.max()), dtype=torch.int64)
+        for r, request in enumerate(batch.requests):
+            ahead = (reference + [0] * 20)[request.num_output :]
+            tokens[r] = torch.tensor(ahead[: tokens.shape[1]])
+        return Draft(tokens, batch.lengths.copy())
+
+    monkeypatch.setattr(drafter, "propose", right)
+    assert generate(Engine(target, drafter), [reference[stop]]) == reference[: stop + 1]

@@ -400,3 +400,47 @@ def test_what_one_load_taught_spares_another_its_trial():
     assert drafts.any(), "after three times the wait it is tried all the same"
     fresh, _ = simulate(PrefixScheduler(7, CHEAP), 0.05, 64, num_requests=8)
     assert fresh.any()
+
+
+def test_a_rest_is_told_only_where_drafting_pays_nowhere():
+    """A drafter that stops following can draft no more for the requests it left, at whatever load."""
+    policy = PrefixScheduler(7, CHEAP)
+    simulate(policy, 0.9, 60)  # one request: drafting pays
+    assert policy.rests(1) == 0
+    for _ in range(12):  # eight: it does not
+        simulate(policy, 0.02, 40, num_requests=8)
+    assert not policy.aim.gate(8).on
+    assert policy.aim.gate(8).far > 0
+    assert policy.rests(8) == 0
+    simulate(policy, 0.02, 3000)
+    simulate(policy, 0.02, 40, num_requests=8)
+    assert policy.rests(8) > 64
+
+
+def test_where_no_draft_could_pay_nobody_follows():
+    steep = TableCost((1, 8, 64), (10.0, 80.0, 640.0), draft=DraftCost(2.0, 0.1, 0.1))
+    policy = PrefixScheduler(7, steep)
+    state, rests = state_of(np.arange(40)), []
+    nothing = np.zeros(40, dtype=np.int64)
+    for _ in range(2000):
+        assert not policy.draft_lengths(state).any()
+        rests.append(policy.rests(40))
+        policy.observe(state, None, nothing, nothing, nothing)
+    assert np.mean(np.array(rests) > 0) > 0.5
+
+
+def test_asking_changes_nothing():
+    """What a round teaches is filed once, however often its lengths were asked for."""
+    policies = [PrefixScheduler(7, COST), PrefixScheduler(7, COST)]
+    prompt = ScheduleState(
+        np.array([0, 1]), np.array([0, 9]), np.array([0, 50]), np.array([64, 1]), np.array([False, True])
+    )
+    nothing = np.zeros(2, dtype=np.int64)
+    for state in [prompt] * 70 + [state_of([0, 1])] * 10:
+        asked = [
+            [policy.draft_lengths(state).tolist() for _ in range(n)] for n, policy in enumerate(policies, 1)
+        ]
+        assert asked[1] == [asked[0][0]] * 2
+        for policy, lengths in zip(policies, asked, strict=True):
+            drafted = np.array(lengths[0])
+            policy.observe(state, None, drafted, drafted, nothing)

@@ -54,13 +54,14 @@ class DeferredRows:
         parts, self._parts = self._parts, []
         for part in parts:
             assert self._taps is not None
-            taps = self._taps[start : start + len(part.slots)]
-            start += len(part.slots)
-            rest = replace(part, taps=taps).without(request)
+            first, start = start, start + len(part.slots)
+            whole = replace(part, taps=self._taps[first:start])
+            rest = whole.without(request)
             if rest is None or rest.taps is None:
                 continue
-            # Rows move towards the front, never over one that has not moved yet; copied, as places may overlap.
-            self._taps[kept : kept + len(rest.slots)] = rest.taps.clone()
+            if rest is not whole or kept < first:
+                # Rows move towards the front, never over one that has not moved yet; places may overlap.
+                self._taps[kept : kept + len(rest.slots)] = rest.taps.clone()
             kept += len(rest.slots)
             self._parts.append(replace(rest, taps=None))
         self._count = kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -151,19 +152,20 @@ class Engine:
     def step(self) -> list[StepEvent]:
         """One round: admit, aim, propose, plan, verify, judge, commit.
 
-        If a part of it raises, the requests of the round are aborted (the next step tells) and the error goes on.
+        If a part of it raises, the requests of the round are aborted and the error goes on; the next step tells, also
+        what was decided before.
         """
         started = self._clock()
         batch = self._admit()
         if not batch.running:
             return self._delivered([])
-        state = self._state(batch)
+        state, events = self._state(batch), list[StepEvent]()
         try:
             want = check_lengths("draft_lengths", self.policy.draft_lengths(state), state.room)
             draft = self._propose(batch, want, state.free)
             alive, plan = self._plan(state, draft)
             proposed = self._clock()
-            follow = self._resting is None or not self._resting.rests(state.num_requests)
+            follow = self._resting is None or batch.outlasts(self._resting.rests(state.num_requests))
             seen = self.runner.verify(batch, draft, plan, follow)
             judgement = judge(batch, draft, seen, self.config.rule)
             verified = self._clock()
@@ -171,13 +173,14 @@ class Engine:
             if self._observer is not None:
                 self._observer.observe(state, alive, draft.lengths, plan.lengths, accepted)
             events = self._commit(batch, draft, plan, seen, judgement, accepted, follow)
+            ended = self._clock()
+            if self._timed is not None:
+                self._timed.timed(state, draft.lengths, plan.lengths, proposed - started, ended - proposed)
         except BaseException:
+            self._ended += events
             self._abandon(batch)
             raise
-        ended = self._clock()
         self.timings.add(started, proposed, verified, ended)
-        if self._timed is not None:
-            self._timed.timed(state, draft.lengths, plan.lengths, proposed - started, ended - proposed)
         return self._delivered(events)
 
     def _delivered(self, events: list[StepEvent]) -> list[StepEvent]:
@@ -211,8 +214,7 @@ class Engine:
         if self.config.rule == "shared_noise":
             rows, shapers = couple(batch.running, rows)
         draft = self.drafter.propose(ProposeBatch(batch.requests, want, rows, batch.block_tables, shapers))
-        check_lengths(f"drafter {self.drafter.name}", draft.lengths, most)
-        return draft
+        return replace(draft, lengths=check_lengths(f"drafter {self.drafter.name}", draft.lengths, most))
 
     def _plan(self, state: ScheduleState, draft: Draft) -> tuple[np.ndarray | None, Plan]:
         """Survivals [R, gamma], if the policy reads them, and what to verify. Without drafts nobody is asked."""

@@ -64,9 +64,12 @@ def check_sound(
 
 def check_lengths(what: str, lengths: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """Lengths [R] int64, or an error: longer ones would write over other requests' KV."""
-    if lengths.shape != limit.shape or lengths.dtype.kind not in "iu" or not _within(lengths, limit):
+    if lengths.dtype.kind not in "iu":
+        raise DSparkError(f"{what} gave lengths of dtype {lengths.dtype}; give integers")
+    lengths = np.require(lengths, np.int64, ("C", "W"))
+    if lengths.shape != limit.shape or not _within(lengths, limit):
         raise DSparkError(f"{what} gave lengths {lengths.tolist()}, allowed are 0 to {limit.tolist()}")
-    return np.ascontiguousarray(lengths, dtype=np.int64)
+    return lengths
 
 
 @compiled

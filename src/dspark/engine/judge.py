@@ -64,7 +64,8 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
     if len(requests) < len(tokens):
         tokens = tokens[torch.from_numpy(seen.sampling).to(device)]
     if all(request.params.greedy for request in requests):
-        best = argmax(logits) if seen.output.argmax is None else seen.output.argmax
+        found = None if any(r.shaper for r in running) else seen.output.argmax
+        best = argmax(logits) if found is None else found
         decided = greedy_rule(tokens, seen.lengths, best, seen.logit_start)
         return Judgement(*decided, logits, raw, requests, counts)
     rows = SamplingRows.of(requests, device)

@@ -100,10 +100,12 @@ class Runner:
     def observed(self, batch: Batch, seen: Verification, accepted: np.ndarray) -> ObserveBatch | None:
         """The rows a drafter learns of: pending rows and accepted drafts of requests that it may draft for.
 
-        Those of requests that ended in this round are among them; the drafter is told so next (`Drafter.forget`).
+        Requests that ended in this round are left out: of an accepted block they may have taken a part.
         """
         counts = batch.rows + accepted
-        learns = [r.followed and r.request.params.speculative for r in batch.running]
+        learns = [
+            r.followed and r.request.params.speculative and not r.request.finished for r in batch.running
+        ]
         if not all(learns):
             counts *= np.array(learns)
         total = int(counts.sum())

@@ -59,6 +59,10 @@ class Batch:
         cached = np.array([r.cached for r in self.requests], dtype=np.int64)
         return ScheduleState(uids, room, cached, self.rows, self.samples, tolerates_live, free)
 
+    def outlasts(self, rounds: float) -> bool:
+        """Whether a request that the drafter has followed may go on for more than so many rounds."""
+        return any(r.followed and r.request.remaining > rounds for r in self.running)
+
     @cached_property
     def block_tables(self) -> np.ndarray:
         """[R, max_blocks] int64, padded with 0."""

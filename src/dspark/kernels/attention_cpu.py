@@ -41,7 +41,7 @@ def _words(names: str) -> list[int]:
     return [CALL.names.index(name) for name in names.split()]
 
 
-_OF_PASS = np.array(
+_OF_PASS = np.array(  # in the order of `_set_pass`
     _words("query_start context_lens tables items slots num_rows num_requests block_size max_blocks causal")
 )
 _OF_SHAPE = _words("heads kv_heads head_dim num_units next_unit finished partial partial_stats")

@@ -22,7 +22,7 @@ from dspark.kernels.steps import choose, embed, gather, product, width
 
 __all__ = ["CompiledTarget"]
 
-# Groups: all rows, those whose logits are wanted, and those same where their largest is, too.
+# Groups: all rows; those whose logits are wanted; the same again, if their largest is wanted as well.
 ROWS, HEAD, CHOICE = range(3)
 
 
@@ -156,7 +156,8 @@ class _Bound:
         self.program.direct(self.layer_steps + (head is not None), out)
         best = torch.empty(wanted, dtype=torch.int64) if argmax else None
         if best is not None:
-            steps["x"][-1], steps["out"][-1] = out.data_ptr(), best.data_ptr()
+            choice = len(steps) - 1  # the last step
+            steps["x"][choice], steps["out"][choice] = out.data_ptr(), best.data_ptr()
         groups = [Rows(rows, positions, plan.slots.contiguous()), Rows(wanted), Rows(wanted if argmax else 0)]
         self.program.run(groups, self.memory.plan(plan))
         return out, tapped, best

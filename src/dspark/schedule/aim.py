@@ -33,6 +33,7 @@ class _Load:
     gate: DraftGate
     tried: Realised  # in trials, which draft for everybody
     realised: Realised  # with the lengths that were chosen
+    prompts: int = 0  # rounds that a trial waited for one without prompts
     widening: float = 0.0  # tokens a round that one slot further brought lately, less what its time was worth
 
 
@@ -57,8 +58,8 @@ class Aim:
         self._loads: dict[int, _Load] = {}
         self._confident = False
         self._wanted = False
-        self._passed = False  # the round at hand says nothing about drafting
-        self._prompts = 0  # rounds in a row that a trial waited for one without prompts
+        self._waits = False  # a trial is due, but not in the round at hand
+        self._unlikely = False  # nor is it likely to pay
         self._rounds = 0  # with drafts, at any load
         self._priced: tuple[ScheduleState, np.ndarray] | None = None  # of the round at hand
         self._reach = float(gamma)  # longest length verified lately
@@ -67,6 +68,11 @@ class Aim:
     def gate(self, num_requests: int = 1) -> DraftGate:
         """The gate of batches of this size."""
         return self._load(num_requests).gate
+
+    def rests(self, num_requests: int) -> float:
+        """Rounds to the next trial at this load; 0 if it is soon, or if drafting pays at any load that was met."""
+        pays = any(load.gate.on and not load.gate.fresh for load in self._loads.values())
+        return 0 if self._wanted or self._waits or pays else self.gate(num_requests).far
 
     def seconds(self, state: ScheduleState, most: int) -> np.ndarray:
         """`decoding_curve` [most + 1] or longer, to be read only: a round asks for it several times."""
@@ -80,13 +86,12 @@ class Aim:
 
     def lengths(self, state: ScheduleState) -> np.ndarray:
         """[R] int64 drafts to propose."""
-        gate = self._load(state.num_requests).gate
-        # Prompts in a round hide what a trial in it costs: better wait for one without, if there are such.
-        prompts = gate.trying and not gate.resting and state.query_tokens > state.num_requests
-        self._passed = prompts and self._prompts < _PROMPTS
-        self._prompts = self._prompts + 1 if prompts else 0
-        if gate.resting or self._passed:  # a round that is to cost nothing
-            self._wanted = False
+        load = self._load(state.num_requests)
+        self._wanted = self._waits = self._unlikely = False
+        if not load.gate.resting and load.gate.trying and state.query_tokens > state.num_requests:
+            # Prompts in a round hide what a trial in it costs: better wait for one without, if there are such.
+            self._waits = load.prompts < _PROMPTS
+        if load.gate.resting or self._waits:  # a round that is to cost nothing
             return np.zeros(state.num_requests, dtype=np.int64)
         room = np.minimum(state.modelled(state.room), self.gamma)
         nothing = np.zeros(len(room), dtype=np.int64)
@@ -103,15 +108,19 @@ class Aim:
         accepted: np.ndarray,
     ) -> None:
         """File a round. `survival` as `loops.usable` leaves it."""
-        if self._passed:
-            return
         load = self._load(state.num_requests)
+        if self._waits:
+            load.prompts += 1
+            return
+        if self._unlikely:
+            load.gate.put_off()
         if not (load.gate.on or self._wanted):
             load.gate.observe(False, False)
             return
         if not np.count_nonzero(state.modelled(state.room)):
             return
         tried = load.gate.trying
+        load.prompts = 0
         if self._wanted and not load.gate.on:  # nothing is known of rounds long past
             load.tried, load.realised = Realised(self.config.memory), Realised(self.config.memory)
         drafted, ours, kept = state.modelled(drafted), state.modelled(scheduled), state.modelled(accepted)
@@ -148,15 +157,18 @@ class Aim:
         if load.gate.trying:
             hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
             gain, lengths = self._best(load, state, room, hopeful)
-            if self._rounds < _BOLD or gain <= 1:
-                return lengths if gain > 1 else nothing
+            if gain <= 1:
+                self._unlikely = True
+                return nothing
+            if self._rounds < _BOLD:
+                return lengths
             # Between hope and what is remembered: most trials are in vain, and cost.
             between = (hopeful * self.history.survival(state.uids)) ** 0.5
             gain, lengths = self._best(load, state, room, between)
             under_way = load.gate.on and not load.gate.fresh
             if gain > 1 or under_way or load.gate.insists or self._rounds < _TAUGHT:
                 return lengths
-            load.gate.put_off()
+            self._unlikely = True
             return nothing
         gain, lengths = self._best(load, state, room, self.history.survival(state.uids))
         seen, tried = load.realised.at_best(self.config.doubt), load.tried.at_best(self.config.doubt)

@@ -90,7 +90,7 @@ class Policy(Protocol):
     """`uses_survival`: whether `verify_lengths` reads confidences (they cost a device synchronisation).
 
     Both methods may be asked again for the same round and then answer the same: what a policy learns, it learns
-    through `Observer.observe`.
+    through `Observer.observe`. `verify_lengths` is not asked in a round without drafts.
     """
 
     @property
@@ -148,10 +148,10 @@ class Timed(Protocol):
 class Resting(Protocol):
     """A policy that knows when drafting has no prospects for a while."""
 
-    def rests(self, num_requests: int) -> bool:
-        """Whether no model will be asked for drafts in many rounds of so many requests, this one included.
+    def rests(self, num_requests: int) -> float:
+        """In how many rounds of so many requests, this one included, no model will be asked for drafts; 0 if in this.
 
-        Its drafter then need not follow what is committed, and can draft no more for the requests of these rounds:
-        their `room` is 0 from then on. Called once a round, behind `draft_lengths`.
+        A drafter need not follow requests that end before that. It cannot draft for them any more: their `room`
+        is 0 from then on. Called at most once a round, behind `draft_lengths`.
         """
         ...

@@ -50,6 +50,9 @@ class Drift:
 class LiveCost:
     """`base`, with three factors: of plain passes, of further rows beside them, of drafts.
 
+    A profile knows passes; what is reported here is a round's whole rest, commit and text included, so the first factor
+    starts a little above 1.
+
     They are what the choice between drafting and not rests on, and they keep prices rising with the size. A pass
     with drafts tells the price of its rows only while it is known what a plain pass costs now; if the last one is
     long ago, the pass as a whole is taken to have become slower or faster, and its shape to be the profile's again.

@@ -51,5 +51,5 @@ class ForwardingPolicy:
         if self._timed is not None:
             self._timed.timed(state, drafted, scheduled, draft_s, step_s)
 
-    def rests(self, num_requests: int) -> bool:
-        return self._resting is not None and self._resting.rests(num_requests)
+    def rests(self, num_requests: int) -> float:
+        return 0 if self._resting is None else self._resting.rests(num_requests)

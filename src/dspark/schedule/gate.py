@@ -63,7 +63,12 @@ class AimConfig:
 class DraftGate:
     """Whether to draft at all, with a memory, counted in rounds.
 
-    `trial_rounds`: how long a trial lasts, if not as configured.
+    It is *on* through a trial and as long as drafting pays, then *off*: every `_LOOK` rounds an estimate is asked, and
+    behind its patience a trial is *due*. One that nothing known speaks for is *put off*, until it is `_INSIST` times
+    the patience and the gate *insists*.
+
+    Args:
+        trial_rounds: how long a trial lasts, if not as configured.
     """
 
     def __init__(self, config: AimConfig, trial_rounds: int | None = None) -> None:
@@ -94,14 +99,16 @@ class DraftGate:
         return self._off >= _INSIST * self._patience
 
     def put_off(self) -> None:
-        """The trial that is due is not made: nothing known speaks for it."""
+        """The trial that is due is not made: nothing known speaks for it. Put off again, the wait begins anew."""
+        if self._unlikely and self.insists:
+            self._off = 1
         self._unlikely = True
 
     @property
-    def far(self) -> bool:
-        """Off, and no trial in sight."""
+    def far(self) -> float:
+        """Rounds to the next trial, as far as is known; 0 if drafting is on, or it is soon."""
         due = self._patience * (_INSIST if self._unlikely else 1)
-        return not self.on and due - self._off > _FAR
+        return 0 if self.on or due - self._off <= _FAR else due - self._off
 
     @property
     def _patience(self) -> float:

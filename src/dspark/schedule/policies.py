@@ -130,9 +130,9 @@ class _Adaptive(ABC):
     def draft_lengths(self, state: ScheduleState) -> np.ndarray:
         return self.aim.lengths(state)
 
-    def rests(self, num_requests: int) -> bool:
-        """See `Resting`: drafting does not pay at this load, and its next trial is far."""
-        return self.aim.gate(num_requests).far
+    def rests(self, num_requests: int) -> float:
+        """See `Resting`: drafting pays at no load that was met lately, and the next trial at this one is far."""
+        return self.aim.rests(num_requests)
 
     def verify_lengths(
         self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
