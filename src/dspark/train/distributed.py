@@ -73,8 +73,9 @@ class Processes:
             self._accelerator.wait_for_everyone()
 
     def leave(self) -> None:
-        """Close the connection to the others."""
+        """Close the connection to the others, once all have come to that."""
         if self.count > 1:
+            self._accelerator.wait_for_everyone()
             self._accelerator.end_training()
 
 
