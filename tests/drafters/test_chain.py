@@ -223,8 +223,8 @@ def test_quantised_serving_stays_close(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stop", [4, 5, 6, 7, 8])
-def test_a_request_may_end_inside_an_accepted_block(method, stop, monkeypatch):
+@pytest.mark.parametrize("nth", range(4))
+def test_a_request_may_end_inside_an_accepted_block(method, nth, monkeypatch):
     """Rows behind the end were processed, but belong to no token: nobody is told of them."""
     target = tiny_decoder()
 
@@ -238,8 +238,8 @@ def test_a_request_may_end_inside_an_accepted_block(method, stop, monkeypatch):
         return done["request-0"].token_ids
 
     reference = generate(Engine(target), [])
-    if reference.index(reference[stop]) != stop:
-        pytest.skip("this token comes earlier, too")
+    ends = [i for i, token in enumerate(reference) if i > 3 and token not in reference[:i]]
+    stop = ends[nth]  # stop tokens that occur there first, so that they end it there
     drafter = tiny_chain_drafter(target, method)
 
     def right(batch: ProposeBatch) -> Draft:
