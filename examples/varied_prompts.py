@@ -1,4 +1,4 @@
-"""Varied prompts for training answers: topics in many forms, documents to work on, follow-up questions.
+"""Varied prompts for training answers: topics, programs, sums, documents to work on, follow-up questions.
 
     python examples/varied_prompts.py ANSWERS.jsonl... --output prompts.jsonl [--count 3000] [--seed 0]
 
@@ -71,6 +71,51 @@ Rewrite this code with better names and comments.; Find the bugs in this code.; 
 Add error handling to this code.; What does this code print, and why?
 """.replace("\n", " ")
 
+LANGUAGES = """
+Python; Python; Python; JavaScript; TypeScript; Java; C; C++; Go; Rust; SQL; Bash; Ruby; PHP; C#; Kotlin
+""".replace("\n", " ")
+
+PROGRAMS = """
+reverses a linked list; checks whether a string is a palindrome; counts the words of a text file; parses a CSV file without a
+library; finds the shortest path in a grid; sorts a list of people by last name; merges two sorted lists; finds all anagrams in a
+list; validates an email address; converts Roman numerals; implements a stack with two queues; caches the results of slow calls;
+retries a request three times; reads JSON from a URL and prints a table; renames all files in a directory; computes a moving
+average; removes duplicates but keeps the order; finds the longest common prefix; balances brackets; evaluates an arithmetic
+expression; simulates dice; draws a progress bar; hashes a password; rotates a matrix; finds prime numbers up to n; multiplies two
+matrices; walks a binary tree level by level; detects a cycle in a graph; groups log lines by hour; finds overlapping intervals;
+splits a bill among friends; converts temperatures; implements an LRU cache; schedules jobs by priority; counts vowels; flattens
+nested lists; implements binary search; computes the edit distance of two words; finds the second largest number; checks a Sudoku
+board; encodes a string by run lengths; computes compound interest; formats a duration in hours and minutes; generates all
+permutations; finds the missing number; queries customers without orders; joins orders with products and sums the revenue; updates
+prices by category; stores sessions with an expiry time; limits how often a user may call an API
+""".replace("\n", " ")
+
+CODE_ASKS = """
+Write a {} function that {}.; Write a {} program that {}, with comments.; In {}, how do I write something that {}?;
+Write {} code that {}, and three tests for it.; Show two ways to write {} code that {}, and compare them.;
+I am learning {}. Please explain step by step how to write a function that {}.; Write a {} class that {}, and show how it is used.;
+Give me a short {} example that {}, then explain its running time.
+""".replace("\n", " ")
+
+SUMS = """
+A train leaves at {a}:15 and travels {b} km at {c} km/h. When does it arrive?; {a} workers paint a wall in {b} hours. How long do
+{c} workers take?; A jacket costs {b} euros after a discount of {a}%. What did it cost before?; What is {a}% of {b}?;
+Solve {a}x + {b} = {c} for x and check the answer.; Solve x^2 - {a}x - {b} = 0.; A rectangle is {a} m wide and {b} m long. What
+are its area and its perimeter?; Mia has {b} marbles. She gives a third to Tom and {a} to Ann. How many are left?; The mean of
+{a}, {b} and a third number is {c}. What is the third number?; A bag holds {a} red and {b} blue balls. Two are drawn. What is the
+probability that both are red?; A tank of {b} litres fills at {a} litres a minute and leaks 2 litres a minute. When is it full?;
+Convert {b} miles to kilometres and {c} pounds to kilograms.; A loan of {b} euros bears {a}% interest a year. What is owed after 3
+years with compound interest?; What is the greatest common divisor of {b} and {c}?; Simplify {b}/{c} and write it as a decimal.;
+A farmer has {a} cows and twice as many hens. How many legs do they have together?; Sam is {a} years older than Eva, and together
+they are {b}. How old are they?; A car uses {a} litres per 100 km. What do {b} km cost at 1.80 euros a litre?; Find the slope and
+the intercept of the line through ({a}, {b}) and ({b}, {c}).; In how many ways can {a} people sit in a row?; Differentiate
+f(x) = {a}x^3 - {b}x + {c}.; What is the sum of the whole numbers from {a} to {c}?; A shop sold {a} cakes on Monday and {b}% more
+on Tuesday. How many in all?; A recipe for {a} people needs {b} g of flour. How much do {c} people need?; Prove that the sum of
+two odd numbers is even, with {a} and {b} as an example.; A ladder of {b} dm leans on a wall, its foot {a} dm away. How high does
+it reach?; What is the median of {c}, {a}, {b}, {a} and {c}?; Tickets cost {a} euros for adults and half for children. {b} people
+paid {c} euros. How many were children?
+""".replace("\n", " ")
+
 FOLLOW_UPS = """
 Can you give me an example?; Please make that shorter.; Explain the second point in more detail.; Why is that?;
 Thank you. What should I do first?; Please write that as a list.; Are you sure? Check it step by step.;
@@ -85,18 +130,28 @@ def phrases(text: str) -> list[str]:
 
 
 def varied(answers: list[dict], seed: int) -> Iterator[dict]:
-    """Prompts without end: 55% topics, 25% documents, 20% follow-ups."""
+    """Prompts without end: 35% topics, 15% programs, 15% sums, 20% documents, 15% follow-ups."""
     rng = random.Random(seed)
-    topics, asks = phrases(TOPICS), phrases(ASKS)
+    topics, asks, sums = phrases(TOPICS), phrases(ASKS), phrases(SUMS)
+    languages, programs, code_asks = phrases(LANGUAGES), phrases(PROGRAMS), phrases(CODE_ASKS)
     while True:
-        kind = rng.random() if answers else 0.0
-        if kind < 0.55:
+        kind = rng.random() * (1.0 if answers else 0.65)
+        if kind < 0.35:
             ask = rng.choice(asks)
             yield _row("chat", "topic", ask.format(*rng.sample(topics, 2)))
             continue
+        if kind < 0.5:
+            yield _row(
+                "code", "program", rng.choice(code_asks).format(rng.choice(languages), rng.choice(programs))
+            )
+            continue
+        if kind < 0.65:
+            a, b, c = (rng.randint(*bounds) for bounds in ((2, 12), (15, 90), (100, 600)))
+            yield _row("math", "sum", rng.choice(sums).format(a=a, b=b, c=c))
+            continue
         row = rng.choice(answers)
         question, answer = row["messages"][-2]["content"], row["messages"][-1]["content"]
-        if kind < 0.8:
+        if kind < 0.85:
             tasks = CODE if row["domain"] == "code" else DOCUMENTS
             yield _row(row["domain"], "document", f"{rng.choice(phrases(tasks))}\n\n{answer[:2400]}")
         else:

@@ -23,9 +23,10 @@ def test_prompts_are_varied_and_repeat_with_the_seed(tmp_path: Path) -> None:
     assert first == prompts(tmp_path / "b.jsonl", str(answers), "--count", "300")
     assert first != prompts(tmp_path / "c.jsonl", str(answers), "--count", "300", "--seed", "1")
     assert len({json.dumps(row["messages"]) for row in first}) == 300
-    assert {row["source"] for row in first} == {"topic", "document", "follow-up"}
-    assert all("{}" not in row["messages"][0]["content"] for row in first if row["source"] == "topic")
+    assert {row["source"] for row in first} == {"topic", "program", "sum", "document", "follow-up"}
+    filled = [row["messages"][0]["content"] for row in first if row["source"] in ("topic", "program", "sum")]
+    assert not any("{" in text for text in filled)
     read = read_prompts([tmp_path / "a.jsonl"])
     assert len(read) == 300
     assert not built_in_keys() & {prompt.key for prompt in read}
-    assert {row["source"] for row in prompts(tmp_path / "d.jsonl", "--count", "50")} == {"topic"}
+    assert {row["source"] for row in prompts(tmp_path / "d.jsonl", "--count", "50")} == {"topic", "program", "sum"}
