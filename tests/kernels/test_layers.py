@@ -10,6 +10,7 @@ import torch
 from dspark.kernels import lowbit
 from dspark.kernels.attention import AttentionPlan
 from dspark.kernels.lowbit import QuantizedWeight, lowbit_linears
+from dspark.kernels.parallel import parallel
 from dspark.kernels.target import CompiledTarget
 from dspark.kv import KVPool
 from dspark.target.base import ForwardBatch, TargetOutput
@@ -134,6 +135,27 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def test_threads_may_change_between_passes_and_not_all_of_them_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dspark.kernels.program.PARALLEL_WORK", 0)
+    model, before = decoder(), torch.get_num_threads()
+    expected, stream = Stream(model, 2).feed((37, 4)).logits, Stream(model, 2)
+    asked, run = [], parallel()
+
+    def fewer(function: int, argument: int, threads: int) -> None:
+        asked.append(threads)
+        run(function, argument, max(1, threads - 2))
+
+    monkeypatch.setattr("dspark.kernels.program.parallel", lambda: fewer)
+    try:
+        for threads in (2, 5, 3):
+            torch.set_num_threads(threads)
+            stream.done = [0, 0]
+            assert torch.equal(stream.feed((37, 4)).logits, expected)
+    finally:
+        torch.set_num_threads(before)
+    assert asked == [2, 5, 3]
 
 
 def test_taps_and_pools_may_change_between_passes() -> None:

@@ -29,4 +29,8 @@ def test_prompts_are_varied_and_repeat_with_the_seed(tmp_path: Path) -> None:
     read = read_prompts([tmp_path / "a.jsonl"])
     assert len(read) == 300
     assert not built_in_keys() & {prompt.key for prompt in read}
-    assert {row["source"] for row in prompts(tmp_path / "d.jsonl", "--count", "50")} == {"topic", "program", "sum"}
+    assert {row["source"] for row in prompts(tmp_path / "d.jsonl", "--count", "50")} == {
+        "topic",
+        "program",
+        "sum",
+    }

@@ -20,14 +20,14 @@ from dspark.compilation import compiled
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
 from dspark.kernels.lowbit_numba import CALL as PRODUCT_CALL
 from dspark.kernels.parallel import parallel
-from dspark.kernels.program_numba import ATTEND, PASS, PASS_TYPE, PRODUCT, ROTARY, STEP, program_worker
+from dspark.kernels.program_numba import ATTEND, LINE, PASS, PASS_TYPE, PRODUCT, ROTARY, STEP, program_worker
 from dspark.kernels.steps import Rotation, Step, address
 from dspark.kernels.worker import load_worker
 
 __all__ = ["Program", "Rows", "compile_worker"]
 
+FEW_RUNS = 4  # of steps that read little: counters for many threads would take longer to reset than they save
 PARALLEL_WORK = 1_000_000  # weights x rows below which waking workers costs more than it saves
-COUNTER_STEP = 8  # int64 from one step's counters to the next: a cache line
 
 
 def compile_worker() -> None:
@@ -71,9 +71,6 @@ class Program:
                 call["x"], call["out"] = record["x"], record["out"]
                 record["call"] = call.ctypes.data
         self._call_of = np.cumsum(self.steps["kind"] == PRODUCT) - 1
-        self._counters = np.zeros((len(steps), COUNTER_STEP), dtype=np.int64)
-        self.steps["next_unit"] = self._counters.ctypes.data + 8 * COUNTER_STEP * np.arange(len(steps))
-        self.steps["finished"] = self.steps["next_unit"] + 8
         # Workers take the size of their scratch memory from here.
         self._scratch = np.zeros(1, dtype=ATTENTION_CALL)
         for name in ("heads", "kv_heads", "head_dim"):
@@ -83,6 +80,7 @@ class Program:
         self._pass["attention"] = self._scratch.ctypes.data
         self._pass["cos"], self._pass["sin"] = shape.cos.data_ptr(), shape.sin.data_ptr()
         self._keep = (steps, shape)
+        self._threads = 0
 
     def of_kind(self, kind: int) -> np.ndarray:
         """Numbers of the steps of a kind."""
@@ -96,16 +94,28 @@ class Program:
 
     def run(self, groups: Sequence[Rows], attention_units: int = 0) -> None:
         """Run over the rows of each group; their positions and slots are contiguous."""
+        threads = torch.get_num_threads()
+        if threads != self._threads:
+            self._share_among(threads)
         rows = np.array([_place(rows) for rows in groups], dtype=np.int64)
         work = _set_rows(
             self.steps, self._calls, self._counters, self.cut, self._weights, rows, attention_units
         )
-        threads, argument = torch.get_num_threads(), self._pass.ctypes.data
+        argument = self._pass.ctypes.data
         worker = load_worker(program_worker, PASS_TYPE)
         if threads == 1 or work < PARALLEL_WORK:
             worker.work(argument)
         else:
             parallel()(worker.address, argument, threads)
+
+    def _share_among(self, threads: int) -> None:
+        """Cut products into a run for each thread, and make the counters for that."""
+        self._threads = threads
+        self.steps["runs"] = np.where(self.steps["kind"] == PRODUCT, threads, min(threads, FEW_RUNS))
+        lines = 1 + self.steps["runs"]
+        self._counters = np.zeros((int(lines.sum()) + 1, LINE // 8), dtype=np.int64)
+        self._pass["workers"] = self._counters.ctypes.data
+        self.steps["counters"] = self._counters.ctypes.data + LINE * (1 + np.cumsum(lines) - lines)
 
 
 def _place(rows: Rows) -> tuple[int, int, int]:

@@ -4,6 +4,9 @@
 A step is cut into units that any worker may draw (a row, a tile of outputs, a piece of attention). A worker goes
 on to the next step when all units of this one are done, not when all workers are there: one that the system has
 put aside between two units holds nobody up.
+
+The units of a product are cut into one run for each worker, which draws from its own first and then from the others':
+weights that it asked the memory for in advance are then its own next ones, in its own core's cache.
 """
 
 import numpy as np
@@ -33,6 +36,7 @@ __all__ = [
     "CHOOSE",
     "EMBED",
     "GATHER",
+    "LINE",
     "NORM",
     "PASS",
     "PASS_TYPE",
@@ -45,16 +49,18 @@ __all__ = [
 
 NORM, PRODUCT, ROTARY, ATTEND, SWIGLU, GATHER, CHOOSE, EMBED = range(8)
 
-# One record serves all kinds of steps; addresses that a step has no use for are 0. `next_unit` and `finished` are
-# addresses of counters, `call` that of the CALL of a product or an attention.
-_STEP = "kind units next_unit finished call x y out weight tap x_step out_step tap_step codes size"
+# One record serves all kinds of steps; addresses that a step has no use for are 0. `counters` is the address of what
+# workers share, each number in a cache line of its own: units done, then for each of `runs` runs the units drawn.
+# `call` is the address of the CALL of a product or an attention.
+_STEP = "kind units runs counters call x y out weight tap x_step out_step tap_step codes size"
 _ROTARY = "positions slots q_norm k_norm k_pool v_pool heads kv_heads head_dim block_size kv_bytes"
 _CHOICE = "bits index vocab confidence hidden hidden_size embedding embedding_size previous"
 _FIELDS = f"{_STEP} {_ROTARY} {_CHOICE}".split()
 STEP = np.dtype([*((name, np.int64) for name in _FIELDS), ("eps", np.float64), ("bias", np.float64)])
-# What all steps of a pass share. `attention`: a CALL that states the shape, 0 without attention.
-PASS = np.dtype([(name, np.int64) for name in ["steps", "num_steps", "attention", "cos", "sin"]])
+# What all steps of a pass share. `attention`: a CALL that states the shape; `workers`: address of how many have begun.
+PASS = np.dtype([(name, np.int64) for name in ["steps", "num_steps", "attention", "cos", "sin", "workers"]])
 PASS_TYPE = from_dtype(PASS)
+LINE = 64  # bytes between numbers that different workers write
 
 _step_at = record_pointer(from_dtype(STEP))
 _attention_at = record_pointer(ATTENTION_TYPE)
@@ -194,13 +200,18 @@ def program_worker(pointer_to_pass):
     product_scratch = np.empty(SCRATCH, np.float32)
     scratch, running = attention_scratch(carray(_attention_at(shared.attention), 1)[0])
     steps = carray(_step_at(shared.steps), shared.num_steps)
+    worker = fetch_add(shared.workers, 1)
     for number in range(shared.num_steps):
-        step = steps[number]
-        unit, done = fetch_add(step.next_unit, 1), 0
-        while unit < step.units:
-            _unit(shared, step, unit, product_scratch, scratch, running)
-            done += 1
-            unit = fetch_add(step.next_unit, 1)
+        step, done = steps[number], 0
+        for turn in range(step.runs):
+            run = (worker + turn) % step.runs
+            drawn = step.counters + LINE * (1 + run)
+            first, stop = step.units * run // step.runs, step.units * (run + 1) // step.runs
+            unit = first + fetch_add(drawn, 1)
+            while unit < stop:
+                _unit(shared, step, unit, product_scratch, scratch, running)
+                done += 1
+                unit = first + fetch_add(drawn, 1)
         if done:
-            fetch_add(step.finished, done)
-        wait_for(step.finished, step.units)
+            fetch_add(step.counters, done)
+        wait_for(step.counters, step.units)

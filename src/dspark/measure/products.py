@@ -21,6 +21,7 @@ from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, gather_weights,
 from dspark.kernels.program import Program, Rows
 from dspark.kernels.steps import Rotation, product, width
 from dspark.measure.limits import Arithmetic, Reading
+from dspark.measure.replay import WARM_UP
 from dspark.measure.timing import Clock, clock_name, seconds, spread, suitable_clock
 from dspark.target.blocks import fuse_blocks, read_blocks
 from dspark.target.hf import read_config
@@ -152,7 +153,7 @@ def measure_kernels(
     progress: Callable[[], None] = lambda: None,
     clock: Clock | None = None,
 ) -> dict[str, Any]:
-    """Time all products; limits and ways take turns within every repeat.
+    """Time all products; limits and ways take turns within every repeat, each behind some untimed calls of its own.
 
     Args:
         progress: called behind each repeat (the first, which only warms up, included).
@@ -172,7 +173,8 @@ def measure_kernels(
     timed: dict[tuple[str, int], list[float]] = {}
     for turn in range(settings.repeats + 1):
         for key, call in (*calls.items(), *_cells(products, settings.rows)):
-            call()  # untimed: a round of decoding, too, finds in the cache what its own last round left there
+            for _ in range(WARM_UP):
+                call()
             timed.setdefault(key, []).append(seconds(call, clock))
         progress()
     limits = _limits(readings, arithmetic, timed)

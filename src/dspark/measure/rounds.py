@@ -19,7 +19,7 @@ from dspark.drafters.base import Drafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.runner import Runner
-from dspark.measure.replay import PARTS, PassReplay
+from dspark.measure.replay import PARTS, WARM_UP, PassReplay
 from dspark.measure.stopwatch import Stopwatch, Watched
 from dspark.measure.timing import Clock, clock_name, spread, suitable_clock
 from dspark.schedule.policies import Dependence, ScheduleState
@@ -35,7 +35,7 @@ BLOCK = 16
 @dataclass(frozen=True, kw_only=True)
 class RoundSettings:
     """`rows` of a pass, with at most 1 + `drafts` of each request. `context`: tokens of each request before the first
-    round. `rounds` are timed in each repeat, behind one that is not."""
+    round. `rounds` are timed in each repeat, behind a few that are not."""
 
     rows: tuple[int, ...] = (1, 2, 4, 6, 8, 16, 64)
     drafts: int = 7
@@ -134,7 +134,7 @@ class _Bench:
     ) -> None:
         self._settings, self._tokens, self._decoder = settings, tokens, target
         most = max(settings.requests(rows) for rows in settings.rows)
-        self._room = (settings.rounds + 3 + most) * (1 + settings.drafts) + 2
+        self._room = (settings.rounds + 2 + WARM_UP + most) * (1 + settings.drafts) + 2
         if settings.context + self._room > target.max_context:
             raise DSparkError(
                 f"a context of {settings.context} leaves too little room in the model's {target.max_context}: "
@@ -157,7 +157,7 @@ class _Bench:
 
     @contextmanager
     def requests(self, rows: int) -> Iterator[None]:
-        """The requests of a pass of `rows` rows, prefilled, with one round behind them."""
+        """The requests of a pass of `rows` rows, prefilled, with some rounds behind them."""
         settings, engine = self._settings, self._engine
         params = SamplingParams(
             temperature=settings.temperature, seed=settings.seed, max_tokens=self._room, ignore_eos=True
@@ -168,7 +168,8 @@ class _Bench:
             engine.step()
         self._policy.rows = rows
         try:
-            engine.step()
+            for _ in range(WARM_UP):
+                engine.step()
             yield
         finally:
             for request_id in ids:
