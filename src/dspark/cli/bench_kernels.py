@@ -42,7 +42,7 @@ def add_parser(benches: Any) -> None:
         "--ways", type=_ways, default=",".join(WAYS), metavar="LIST", help="what to compare (%(default)s)"
     )
     parser.add_argument(
-        "--repeats", type=int, default=7, metavar="N", help="%(default)s, behind one to warm up"
+        "--repeats", type=int, default=7, metavar="N", help="of each measurement (%(default)s)"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: PyTorch's")
     add_json_option(parser)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         set_threads(args.threads)
     compile_kernels(_say)
     weights = model_weights(args.model, _say)
-    with progress_bar("repeats", settings.repeats + 1) as advance:
+    with progress_bar("repeats", settings.repeats) as advance:
         facts = measure_kernels(weights, settings, advance)
     if facts["unsupported"]:
         _say(f"left out, this processor cannot: {', '.join(facts['unsupported'])}")

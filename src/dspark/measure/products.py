@@ -156,7 +156,7 @@ def measure_kernels(
     """Time all products; limits and ways take turns within every repeat, each behind some untimed calls of its own.
 
     Args:
-        progress: called behind each repeat (the first, which only warms up, included).
+        progress: called behind each repeat.
 
     Returns:
         {"clock", "weights", "limits", "results"} of plain JSON values. A result's `share_of_reading` is its rate of
@@ -171,7 +171,7 @@ def measure_kernels(
     for size, reading in readings.items():
         calls |= {(way, size): call for way, call in reading.ways.items()}
     timed: dict[tuple[str, int], list[float]] = {}
-    for turn in range(settings.repeats + 1):
+    for _ in range(settings.repeats):
         for key, call in (*calls.items(), *_cells(products, settings.rows)):
             for _ in range(WARM_UP):
                 call()
