@@ -70,6 +70,8 @@ class Program:
                     call[name] = value
                 call["x"], call["out"] = record["x"], record["out"]
                 record["call"] = call.ctypes.data
+        numbers = self.of_kind(PRODUCT)
+        self.steps["ahead"][numbers[:-1]] = self.steps["call"][numbers[1:]]
         self._call_of = np.cumsum(self.steps["kind"] == PRODUCT) - 1
         # Workers take the size of their scratch memory from here.
         self._scratch = np.zeros(1, dtype=ATTENTION_CALL)

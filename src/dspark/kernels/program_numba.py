@@ -14,6 +14,7 @@ from numba import carray, from_dtype, njit
 
 from dspark.kernels.attention_numba import CALL_TYPE as ATTENTION_TYPE
 from dspark.kernels.attention_numba import attend_unit, attention_scratch
+from dspark.kernels.attention_simd import prefetch
 from dspark.kernels.floats_numba import unpack_row
 from dspark.kernels.integers_numba import CODES_BYTES, quantize_row
 from dspark.kernels.lowbit_numba import CALL_TYPE as PRODUCT_TYPE
@@ -51,8 +52,8 @@ NORM, PRODUCT, ROTARY, ATTEND, SWIGLU, GATHER, CHOOSE, EMBED = range(8)
 
 # One record serves all kinds of steps; addresses that a step has no use for are 0. `counters` is the address of what
 # workers share, each number in a cache line of its own: units done, then for each of `runs` runs the units drawn.
-# `call` is the address of the CALL of a product or an attention.
-_STEP = "kind units runs counters call x y out weight tap x_step out_step tap_step codes size"
+# `call` is the address of the CALL of a product or an attention, `ahead` that of the product behind this one.
+_STEP = "kind units runs counters ahead call x y out weight tap x_step out_step tap_step codes size"
 _ROTARY = "positions slots q_norm k_norm k_pool v_pool heads kv_heads head_dim block_size kv_bytes"
 _CHOICE = "bits index vocab confidence hidden hidden_size embedding embedding_size previous"
 _FIELDS = f"{_STEP} {_ROTARY} {_CHOICE}".split()
@@ -61,6 +62,7 @@ STEP = np.dtype([*((name, np.int64) for name in _FIELDS), ("eps", np.float64), (
 PASS = np.dtype([(name, np.int64) for name in ["steps", "num_steps", "attention", "cos", "sin", "workers"]])
 PASS_TYPE = from_dtype(PASS)
 LINE = 64  # bytes between numbers that different workers write
+FIRST_BYTES = 16384  # of a run's weights: what memory delivers while the few small steps before a product run
 
 _step_at = record_pointer(from_dtype(STEP))
 _attention_at = record_pointer(ATTENTION_TYPE)
@@ -194,6 +196,13 @@ def _unit(shared, step, unit, product_scratch, scratch, running):
         _embed(step, unit)
 
 
+@njit
+def _ask_ahead(call, worker, runs):
+    """Have the first weights of a worker's run of the next product brought near while others are still at work."""
+    tile = call.tiles * (worker % runs) // runs
+    prefetch(call.records + tile * call.blocks * call.record_bytes, FIRST_BYTES // 4)
+
+
 def program_worker(pointer_to_pass):
     """Do all steps of a pass, in order. Any number of workers may run it on the same pass."""
     shared = carray(pointer_to_pass, 1)[0]
@@ -214,4 +223,6 @@ def program_worker(pointer_to_pass):
                 unit = first + fetch_add(drawn, 1)
         if done:
             fetch_add(step.counters, done)
+        if step.ahead:
+            _ask_ahead(carray(_product_at(step.ahead), 1)[0], worker, step.runs)
         wait_for(step.counters, step.units)
