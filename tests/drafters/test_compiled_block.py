@@ -2,30 +2,26 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from compiled_drafts import BLOCK, GREEDY, MIXED, SAMPLED, quantised, served, with_floats
 
-from dspark.core import Draft, Request, SamplingParams
+from dspark.core import Draft, SamplingParams
 from dspark.drafters.backbone import BlockDrafterModel
-from dspark.drafters.base import ObserveBatch, ProposeBatch
+from dspark.drafters.base import ObserveBatch
 from dspark.drafters.block import BlockDrafter
 from dspark.drafters.heads import MarkovHead
 from dspark.drafters.slots import SlotSampler
 from dspark.kernels import lowbit
 from dspark.kv import KVPool
-from dspark.sampling import SamplingRows
-from dspark.shaping import LogitsShaper
 from dspark.target.layer import DecoderLayer
 from dspark.testing import tiny_decoder, tiny_drafter
 
 pytestmark = pytest.mark.skipif(
     not lowbit.supports(), reason="no compiled low-bit products on this processor"
 )
-
-BLOCK = 16
 
 
 @pytest.fixture(params=[True, False], ids=["qk_norm", "no_qk_norm"])
@@ -76,66 +72,6 @@ def test_a_drafter_in_full_precision_has_no_compiled_form() -> None:
     assert drafter._compiled is None
 
 
-def quantised(method: str, head: str, draft_vocab_size: int | None) -> BlockDrafter:
-    torch.manual_seed(3)
-    target = tiny_decoder(hidden=128, dtype=torch.float32)
-    config = tiny_drafter(target, method, head, block_size=5, draft_vocab_size=draft_vocab_size).model.config  # type: ignore[arg-type]
-    model = BlockDrafterModel(dataclasses.replace(config, markov_rank=32 if config.markov_rank else 0))
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear):  # larger than the initial ones: heads and layers are to matter
-            torch.nn.init.normal_(layer.weight, 0.0, 0.2)
-    if draft_vocab_size is not None:
-        model.vocab.copy_(torch.randperm(config.vocab_size)[:draft_vocab_size].sort().values)
-    return BlockDrafter(model, quantised=True)
-
-
-def with_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations in float32: rounded ones may differ by a code after sums in another order."""
-    for module in ("block", "quantise"):
-        monkeypatch.setattr(f"dspark.drafters.{module}.supports_integers", lambda: False)
-
-
-GREEDY = (SamplingParams(temperature=0.0, seed=5),) * 3
-SAMPLED = (SamplingParams(temperature=1.0, seed=5),) * 3
-MIXED = tuple(SamplingParams(temperature=t, seed=5) for t in (0.7, 0.0, 2.5))
-
-
-def propose_batch(lengths: list[int], cached: list[int], params: Sequence[SamplingParams]) -> ProposeBatch:
-    requests = [
-        Request(i, str(i), [(7 * i + j) % 60 + 1 for j in range(n + 1)], params[i], 5, 99, cached=n)
-        for i, n in enumerate(cached)
-    ]
-    tables = np.arange(12).reshape(3, 4)[: len(cached)]
-    shapers = [LogitsShaper.for_request(request, 64, []) for request in requests]
-    return ProposeBatch(requests, np.array(lengths), SamplingRows.of(requests), tables, shapers)
-
-
-def served(
-    drafter: BlockDrafter, params: Sequence[SamplingParams] = GREEDY, compiled: bool = True
-) -> list[Draft]:
-    """Three rounds over three requests, some of which draft less or nothing; rows are observed in between."""
-    before = drafter._compiled
-    if not compiled:
-        drafter._compiled = None
-    pool = KVPool(drafter.kv_specs, 12, BLOCK)
-    for part in (*pool.k, *pool.v):
-        part.zero_()
-    drafter.attach(pool, 0)
-    drafts, cached = [], [0, 0, 0]
-    g = torch.Generator().manual_seed(4)
-    for new, lengths in (([20, 3, 9], [5, 2, 0]), ([1, 4, 0], [1, 1, 1]), ([0, 0, 0], [0, 5, 3])):
-        if sum(new):
-            at = [torch.arange(n, n + more) for n, more in zip(cached, new, strict=True)]
-            slots = torch.cat([p + 4 * BLOCK * i for i, p in enumerate(at)])
-            taps = torch.randn(len(slots), 256, generator=g)
-            starts = np.cumsum([0, *new])
-            drafter.observe(ObserveBatch([], starts, torch.cat(at), slots, taps))
-        cached = [n + more for n, more in zip(cached, new, strict=True)]
-        drafts.append(drafter.propose(propose_batch(lengths, cached, params)))
-    drafter._compiled = before
-    return drafts
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("method", "head", "vocab"),
@@ -172,126 +108,6 @@ def test_blocks_in_one_call(
                 )
         assert (mine.confidence is None) == (other.confidence is None) == (method == "dflash")
     assert len(seen) > 5, "a chain of one token would prove little"
-
-
-@pytest.mark.parametrize("params", [SAMPLED, MIXED], ids=["sampled", "mixed"])
-@pytest.mark.parametrize(
-    ("method", "head", "vocab"),
-    [
-        ("dspark", "vanilla", 48),
-        ("dspark", "vanilla", None),
-        ("dspark", "gated", 48),
-        ("dflash", "vanilla", 32),
-    ],
-)
-def test_sampled_blocks_come_from_the_same_probabilities(
-    method: str,
-    head: str,
-    vocab: int | None,
-    params: Sequence[SamplingParams],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("dspark.kernels.program.PARALLEL_WORK", 0)
-    with_floats(monkeypatch)
-    drafter = quantised(method, head, vocab)
-    for mine, other in zip(served(drafter, params), served(drafter, params, compiled=False), strict=True):
-        assert mine.probs is not None
-        torch.testing.assert_close(mine.probs, other.probs, atol=1e-5, rtol=1e-5)
-        assert torch.equal(mine.tokens, other.tokens)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        SamplingParams(temperature=1.0, top_k=5),
-        SamplingParams(temperature=1.0, top_p=0.8),
-        SamplingParams(temperature=1.0, min_p=0.1),
-        SamplingParams(temperature=1.0, presence_penalty=1.5),
-        SamplingParams(temperature=0.0, logit_bias={3: 4.0}),
-        None,
-    ],
-    ids=["top_k", "top_p", "min_p", "penalty", "greedy_bias", "nothing"],
-)
-def test_filters_and_shapers_go_slot_by_slot(
-    odd: SamplingParams | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One such request takes its whole batch along."""
-    with_floats(monkeypatch)
-    drafter, filled = quantised("dspark", "vanilla", 48), []
-    params = SAMPLED if odd is None else (SAMPLED[0], odd, SAMPLED[2])
-    slots_of, fill = [d.lengths for d in served(drafter, params)], BlockDrafter._fill
-
-    def counted(self: BlockDrafter, sampler: SlotSampler, *rest: Any) -> Draft:
-        filled.append(sampler)
-        return fill(self, sampler, *rest)
-
-    monkeypatch.setattr(BlockDrafter, "_fill", counted)
-    together = served(drafter, params)
-    assert len(filled) == (0 if odd is None else sum(lengths[1] > 0 for lengths in slots_of))
-    for mine, other in zip(together, served(drafter, params, compiled=False), strict=True):
-        torch.testing.assert_close(mine.probs, other.probs, atol=1e-5, rtol=1e-5)
-        assert torch.equal(mine.tokens, other.tokens)
-
-
-def ready(drafter: BlockDrafter, blocks: int) -> None:
-    """Attached to a pool of so many blocks, nothing in it."""
-    pool = KVPool(drafter.kv_specs, blocks, BLOCK)
-    for part in (*pool.k, *pool.v):
-        part.zero_()
-    drafter.attach(pool, 0)
-
-
-@pytest.mark.parametrize("method", ["dspark", "dflash"])
-def test_a_draw_does_not_depend_on_the_rest_of_the_batch(method: str) -> None:
-    drafter, lengths, cached = quantised(method, "vanilla", 48), [3, 5, 2], [20, 3, 9]
-    ready(drafter, 12)
-    together = drafter.propose(propose_batch(lengths, cached, MIXED))
-    assert together.probs is not None
-    for r, n in enumerate(lengths):
-        alone = drafter.propose(propose_batch([n * (r == i) for i in range(3)], cached, MIXED))
-        assert torch.equal(alone.tokens[r, :n], together.tokens[r, :n])
-        if r != 1:  # a batch of greedy rows has none
-            assert alone.probs is not None
-            assert torch.equal(alone.probs[r, :n], together.probs[r, :n])
-    one_hot = together.probs[1, :5]
-    assert one_hot.max(-1).values.tolist() == [1.0] * 5
-    assert one_hot.count_nonzero() == 5
-
-
-def test_a_draft_is_never_written_to_again() -> None:
-    drafter = quantised("dspark", "vanilla", 48)
-    ready(drafter, 12)
-    kept = drafter.propose(propose_batch([5, 5, 5], [20, 3, 9], SAMPLED))
-    assert kept.probs is not None
-    assert kept.confidence is not None
-    parts = (kept.tokens, kept.probs, kept.confidence)
-    before = [part.clone() for part in parts]
-    other = drafter.propose(propose_batch([5, 5, 5], [21, 4, 10], MIXED))
-    drafter.propose(propose_batch([5, 5, 5], [22, 5, 11], GREEDY))
-    assert not torch.equal(other.tokens, kept.tokens)
-    assert all(torch.equal(part, copy) for part, copy in zip(parts, before, strict=True))
-
-
-def test_tokens_follow_their_probabilities() -> None:
-    """In each slot: how often each token came, against how often it was to come, in standard deviations."""
-    drafter, count, slots = quantised("dspark", "vanilla", 48), 60, 2
-    ready(drafter, count)
-    params, index = SamplingParams(temperature=1.5, seed=1), torch.full((64,), -1)
-    index[drafter.model.vocab] = torch.arange(48)
-    excess, variance = torch.zeros(slots, 48), torch.zeros(slots, 48)
-    for number in range(40):
-        requests = [Request(i, str(i), [7], params, 1, 99, cached=0, round=number + 1) for i in range(count)]
-        tables, lengths = np.arange(count)[:, None], np.full(count, slots)
-        batch = ProposeBatch(requests, lengths, SamplingRows.of(requests), tables, [None] * count)
-        draft = drafter.propose(batch)
-        assert draft.probs is not None
-        came = torch.nn.functional.one_hot(index[draft.tokens], 48)
-        excess += (came - draft.probs).sum(0)
-        variance += (draft.probs * (1 - draft.probs)).sum(0)
-    often = variance > 5
-    assert (often.sum(-1) > 5).all()
-    assert (excess / variance.sqrt())[often].abs().max() < 4.5
-    assert excess.abs().sum() > 1, "as many as expected, to the last one, would not be draws"
 
 
 def test_the_first_of_equal_scores_is_chosen() -> None:
