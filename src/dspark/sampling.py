@@ -165,7 +165,7 @@ def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Args:
         logits: [n, V], shaped already, unchanged by this call. NaN and +inf are a broken model and spread.
     """
-    if not (rows.any_greedy or rows.any_filter) and distributions.fits(logits):
+    if not rows.any_filter and distributions.fits(logits):
         return distributions.softmax(logits, rows.host[:, 0].copy())
     if not rows.all_greedy:
         p = torch.softmax(_filtered(logits, rows), dim=-1)

@@ -1,28 +1,27 @@
 """A quantised block drafter in compiled form equals the same drafter layer by layer."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from compiled_drafts import BLOCK, GREEDY, MIXED, SAMPLED, quantised, served, with_floats
 
-from dspark.core import Draft, Request, SamplingParams
+from dspark.core import Draft, SamplingParams
 from dspark.drafters.backbone import BlockDrafterModel
-from dspark.drafters.base import ObserveBatch, ProposeBatch
+from dspark.drafters.base import ObserveBatch
 from dspark.drafters.block import BlockDrafter
 from dspark.drafters.heads import MarkovHead
 from dspark.drafters.slots import SlotSampler
 from dspark.kernels import lowbit
 from dspark.kv import KVPool
-from dspark.sampling import SamplingRows
 from dspark.target.layer import DecoderLayer
 from dspark.testing import tiny_decoder, tiny_drafter
 
 pytestmark = pytest.mark.skipif(
     not lowbit.supports(), reason="no compiled low-bit products on this processor"
 )
-
-BLOCK = 16
 
 
 @pytest.fixture(params=[True, False], ids=["qk_norm", "no_qk_norm"])
@@ -73,60 +72,6 @@ def test_a_drafter_in_full_precision_has_no_compiled_form() -> None:
     assert drafter._compiled is None
 
 
-def quantised(method: str, head: str, draft_vocab_size: int | None) -> BlockDrafter:
-    torch.manual_seed(3)
-    target = tiny_decoder(hidden=128, dtype=torch.float32)
-    config = tiny_drafter(target, method, head, block_size=5, draft_vocab_size=draft_vocab_size).model.config  # type: ignore[arg-type]
-    model = BlockDrafterModel(dataclasses.replace(config, markov_rank=32 if config.markov_rank else 0))
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear):  # larger than the initial ones: heads and layers are to matter
-            torch.nn.init.normal_(layer.weight, 0.0, 0.2)
-    if draft_vocab_size is not None:
-        model.vocab.copy_(torch.randperm(config.vocab_size)[:draft_vocab_size].sort().values)
-    return BlockDrafter(model, quantised=True)
-
-
-def with_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations in float32: rounded ones may differ by a code after sums in another order."""
-    for module in ("block", "quantise"):
-        monkeypatch.setattr(f"dspark.drafters.{module}.supports_integers", lambda: False)
-
-
-def propose_batch(lengths: list[int], cached: list[int], temperature: float = 0.0) -> ProposeBatch:
-    params = SamplingParams(temperature=temperature, seed=5)
-    requests = [
-        Request(i, str(i), [(7 * i + j) % 60 + 1 for j in range(n + 1)], params, 5, 99, cached=n)
-        for i, n in enumerate(cached)
-    ]
-    tables = np.arange(12).reshape(3, 4)[: len(cached)]
-    shapers = [None] * len(cached)
-    return ProposeBatch(requests, np.array(lengths), SamplingRows.of(requests), tables, shapers)
-
-
-def served(drafter: BlockDrafter, temperature: float = 0.0, compiled: bool = True) -> list[Draft]:
-    """Three rounds over three requests, some of which draft less or nothing; rows are observed in between."""
-    before = drafter._compiled
-    if not compiled:
-        drafter._compiled = None
-    pool = KVPool(drafter.kv_specs, 12, BLOCK)
-    for part in (*pool.k, *pool.v):
-        part.zero_()
-    drafter.attach(pool, 0)
-    drafts, cached = [], [0, 0, 0]
-    g = torch.Generator().manual_seed(4)
-    for new, lengths in (([20, 3, 9], [5, 2, 0]), ([1, 4, 0], [1, 1, 1]), ([0, 0, 0], [0, 5, 3])):
-        if sum(new):
-            at = [torch.arange(n, n + more) for n, more in zip(cached, new, strict=True)]
-            slots = torch.cat([p + 4 * BLOCK * i for i, p in enumerate(at)])
-            taps = torch.randn(len(slots), 256, generator=g)
-            starts = np.cumsum([0, *new])
-            drafter.observe(ObserveBatch([], starts, torch.cat(at), slots, taps))
-        cached = [n + more for n, more in zip(cached, new, strict=True)]
-        drafts.append(drafter.propose(propose_batch(lengths, cached, temperature)))
-    drafter._compiled = before
-    return drafts
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("method", "head", "vocab"),
@@ -165,15 +110,6 @@ def test_blocks_in_one_call(
     assert len(seen) > 5, "a chain of one token would prove little"
 
 
-def test_sampled_blocks_come_from_the_same_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_floats(monkeypatch)
-    drafter = quantised("dspark", "vanilla", 48)
-    for mine, other in zip(served(drafter, 1.0), served(drafter, 1.0, compiled=False), strict=True):
-        assert mine.probs is not None
-        torch.testing.assert_close(mine.probs, other.probs, atol=1e-5, rtol=1e-5)
-        assert torch.equal(mine.tokens, other.tokens)
-
-
 def test_the_first_of_equal_scores_is_chosen() -> None:
     drafter = quantised("dspark", "vanilla", 48)
     assert isinstance(drafter.model.head, MarkovHead)
@@ -183,26 +119,35 @@ def test_the_first_of_equal_scores_is_chosen() -> None:
     assert all((draft.tokens[draft.lengths > 0] == drafter.model.vocab[0]).all() for draft in served(drafter))
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIXED], ids=["greedy", "sampled", "mixed"])
+@pytest.mark.parametrize("vocab", [48, None])
 @pytest.mark.parametrize("method", ["dspark", "dflash"])
 def test_the_chain_equals_its_modules_on_the_same_logits(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    method: str, vocab: int | None, params: Sequence[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with rounded activations, to the bit."""
-    drafter, seen = quantised(method, "vanilla", 48), []
+    drafter, seen = quantised(method, "vanilla", vocab), []
     chosen = SlotSampler.chosen
 
-    def check(sampler: SlotSampler, tokens: torch.Tensor, confidence: torch.Tensor | None) -> Draft:
+    def check(sampler: SlotSampler, tokens: torch.Tensor, *rest: torch.Tensor | None) -> Draft:
         bound = drafter._compiled._bound
         rows = int(sampler.lengths.sum())
-        anchors = bound.tokens[0, : len(sampler.lengths)].numpy().copy()
-        expected = drafter._fill(sampler, anchors, bound.hidden[:rows], bound.logits[:rows, :48])
-        draft = chosen(sampler, tokens, confidence)
+        anchors = bound.chain.tokens[0, : len(sampler.lengths)].numpy().copy()
+        draft = chosen(sampler, tokens, *rest)
+        with monkeypatch.context() as inside:
+            inside.setattr(SlotSampler, "chosen", chosen)
+            expected = drafter._fill(
+                sampler, anchors, bound.hidden[:rows], bound.logits[:rows, : vocab or 64]
+            )
         assert torch.equal(draft.tokens, expected.tokens)
+        assert (draft.probs is None) == (expected.probs is None) == sampler.rows.all_greedy
+        if draft.probs is not None:
+            assert torch.equal(draft.probs, expected.probs)
         if method == "dspark":
             torch.testing.assert_close(draft.confidence, expected.confidence, atol=1e-5, rtol=1e-5)
         seen.append(draft)
         return draft
 
     monkeypatch.setattr(SlotSampler, "chosen", check)
-    served(drafter)
+    served(drafter, params)
     assert len(seen) == 3

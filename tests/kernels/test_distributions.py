@@ -41,6 +41,19 @@ def test_a_row_does_not_depend_on_the_others():
         assert torch.equal(alone[0], together[r])
 
 
+def test_a_greedy_row_is_one_hot_and_harms_no_other():
+    logits = logits_of(4, 1024)
+    logits[1, [700, 30]] = 99.0
+    logits[2] = -INF
+    p = distributions.softmax(logits, np.array([0.7, 0.0, 0.0, 1.3]))
+    for r, at in ((1, 30), (2, 0)):
+        assert p[r].nonzero().tolist() == [[at]]
+        assert p[r, at] == 1
+    assert torch.equal(p[[0, 3]], distributions.softmax(logits[[0, 3]], np.array([0.7, 1.3])))
+    u = torch.tensor([0.0, 0.0, 0.5, 1.0], dtype=torch.float64)
+    assert distributions.draw(p, u).tolist()[1:3] == [30, 0]
+
+
 def test_broken_rows_stay_broken_and_harm_no_other():
     logits = logits_of(5, 64)
     logits[0, 9], logits[1, 9], logits[2], logits[3] = float("nan"), INF, -INF, float("nan")
@@ -75,7 +88,7 @@ def test_what_has_no_probability_is_never_drawn(u):
 
 
 def test_who_uses_them_and_who_does_not():
-    """Filters, greedy rows, other sizes and dtypes go through PyTorch, with the same result."""
+    """Filters, other sizes and dtypes go through PyTorch, with the same result."""
 
     def rows(**params):
         return SamplingRows.of([Request(0, "0", [1], SamplingParams(**params), 3, 9)])

@@ -18,9 +18,10 @@ from dspark.drafters.quantise import can_quantise, quantise
 from dspark.drafters.slots import SlotSampler
 from dspark.drafters.storage import context_weight
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
-from dspark.kernels.draft import BlockRows, CompiledDraft, ContextRows, ContextWeights, HeadWeights
+from dspark.kernels.draft import BlockRows, CompiledDraft, ContextRows, ContextWeights
 from dspark.kernels.linear import pack_linear, pack_linears
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, packed_table, supports_integers
+from dspark.kernels.slots import HeadWeights
 from dspark.kv import KVPool
 from dspark.target.layer import Attend, DecoderLayer, layer_stack
 
@@ -116,13 +117,13 @@ class BlockDrafter:
         if self._compiled.head.embedding is None:
             block = replace(block, inputs=self.model.embed(block.inputs))
         behind = self._behind.take()
-        chain = self._compiled.head.chained and sampler.argmax_only
+        chain = self._compiled.head.chained and sampler.plain
         rows = None if behind is None else ContextRows(*behind)
-        out = self._compiled(keys, values, rows, block, chain)
+        out = self._compiled(keys, values, rows, block, chain, sampler.draws if chain else None)
         assert out is not None
         if out.tokens is None:
             return self._fill(sampler, block.anchors, out.hidden, out.logits)
-        return sampler.chosen(out.tokens, out.confidence)
+        return sampler.chosen(out.tokens, out.confidence, out.probs)
 
     def forget(self, request: Request) -> None:
         self._behind.forget(request)

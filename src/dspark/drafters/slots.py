@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dspark.core import Draft
 from dspark.drafters.base import ProposeBatch
+from dspark.kernels.slots import Draws
 from dspark.randomness import Purpose
 from dspark.sampling import argmax, probabilities, sample
 
@@ -40,20 +41,28 @@ class SlotSampler:
         if self.uniforms is None:
             chosen = argmax(scores)
         else:  # the very array that the ratio rule will divide by
-            self.probs.append(probabilities(scores, self.rows))
+            self.probs.append(probabilities(scores.contiguous(), self.rows))
             chosen = sample(self.probs[-1], self.uniforms[:, k])
         self.tokens.append(chosen if self.vocab is None else self.vocab[chosen])
         return self.tokens[-1]
 
     @property
-    def argmax_only(self) -> bool:
-        """Whether all choices are the argmax of unshaped scores."""
-        return self.uniforms is None and all(s is None for s in self.shapers)
+    def plain(self) -> bool:
+        """Whether all choices are made from scores as they are: neither shaped nor filtered."""
+        return not self.rows.any_filter and all(s is None for s in self.shapers)
 
-    def chosen(self, tokens: Tensor, confidence: Tensor | None) -> Draft:
-        """The block of the whole batch from tokens [A, width] chosen elsewhere, where `argmax_only`."""
+    @property
+    def draws(self) -> Draws | None:
+        """How the tokens are drawn; None: all by argmax."""
+        if self.uniforms is None:
+            return None
+        return Draws(self.rows.host[:, 0].copy(), self.uniforms.contiguous())
+
+    def chosen(self, tokens: Tensor, confidence: Tensor | None, probs: Tensor | None) -> Draft:
+        """The block of the whole batch from tokens [A, width] chosen elsewhere, where `plain`, as `draws` says."""
         confidence = None if confidence is None else self._spread(confidence)
-        return Draft(self._spread(tokens), self._lengths(), None, self.vocab, confidence)
+        probs = None if probs is None else self._spread(probs)
+        return Draft(self._spread(tokens), self._lengths(), probs, self.vocab, confidence)
 
     def padded(self, rows: Tensor) -> Tensor:
         """Ragged rows [sum(lengths), d] -> [A, width, d]; slots past a length repeat its last row."""
@@ -66,10 +75,8 @@ class SlotSampler:
 
     def draft(self, confidence: Tensor | None) -> Draft:
         """The block of the whole batch; `confidence` [A, width] as logits."""
-        probs = self._spread(torch.stack(self.probs, 1)) if self.probs else None
-        confidence = None if confidence is None else self._spread(confidence)
-        tokens = self._spread(torch.stack(self.tokens, 1))
-        return Draft(tokens, self._lengths(), probs, self.vocab, confidence)
+        probs = torch.stack(self.probs, 1) if self.probs else None
+        return self.chosen(torch.stack(self.tokens, 1), confidence, probs)
 
     def _lengths(self) -> np.ndarray:
         lengths = np.zeros(self.count, dtype=np.int64)

@@ -4,7 +4,7 @@
     draft(keys, values, context)                       # follow commits: the keys and values of their rows (eqs. 2-3)
     block = draft(keys, values, context, rows)         # and draft: backbone, LM head, greedy Markov chain (eqs. 4-5)
 
-Groups of rows (see `program`): the blocks', the context's, and one for each slot of the chain.
+Groups of rows (see `program`): the blocks', the context's, and one for each slot of the chain (see `slots`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,10 @@ from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import Program, Rows
 from dspark.kernels.program_numba import NORM
 from dspark.kernels.simd import LANES
-from dspark.kernels.steps import (
-    Confidence,
-    Rotation,
-    Step,
-    choose,
-    embed,
-    gather,
-    norm,
-    product,
-    rotate,
-    width,
-)
+from dspark.kernels.slots import Draws, HeadWeights, SlotChain
+from dspark.kernels.steps import Rotation, Step, embed, gather, norm, product, product_input, rotate, width
 
-__all__ = ["BlockOutput", "BlockRows", "CompiledDraft", "ContextRows", "ContextWeights", "HeadWeights"]
+__all__ = ["BlockOutput", "BlockRows", "CompiledDraft", "ContextRows", "ContextWeights"]
 
 BLOCKS, CONTEXT, SLOTS = 0, 1, 2  # groups; slot k has the group SLOTS + k
 
@@ -48,25 +38,6 @@ class ContextWeights:
     norm: Tensor
     kv: LowBitLinear
     k_norms: tuple[Tensor | None, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class HeadWeights:
-    """What makes tokens of hidden states, and rows of tokens.
-
-    `embedding`: a packed layer whose rows are the embeddings, None where the caller looks them up.
-    `vocab` [Vd] maps draft ids to the target's, None: they are the same. `w1` [V, r] and `w2`: the Markov head's,
-    None without one. `confidence`: weight [H + r] (or [H]) and bias. `chained` is False for a head with more to it:
-    then there are logits and no tokens.
-    """
-
-    lm_head: LowBitLinear
-    embedding: LowBitLinear | None = None
-    vocab: Tensor | None = None
-    w1: Tensor | None = None
-    w2: LowBitLinear | None = None
-    confidence: tuple[Tensor, float] | None = None
-    chained: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +65,17 @@ class BlockRows:
 
 @dataclass(frozen=True, eq=False)
 class BlockOutput:
-    """Hidden states [n, H] and logits [n, Vd] of the blocks' rows, in memory that the next call uses again; and the
-    greedy chain's tokens [A, width] with their confidence logits [A, width], which slots past a length repeat."""
+    """Hidden states [n, H] and logits [n, Vd] of the blocks' rows, in memory that the next call uses again.
+
+    And the chain's, the caller's to keep: tokens [A, width] with their confidence logits [A, width], which slots past
+    a length go on with, and where tokens were drawn the very array they were drawn from, [A, width, Vd].
+    """
 
     hidden: Tensor
     logits: Tensor
-    tokens: Tensor | None
-    confidence: Tensor | None
+    tokens: Tensor | None = None
+    confidence: Tensor | None = None
+    probs: Tensor | None = None
 
 
 class CompiledDraft:
@@ -134,12 +109,14 @@ class CompiledDraft:
         context: ContextRows | None,
         block: BlockRows | None = None,
         chain: bool = False,
+        draws: Draws | None = None,
     ) -> BlockOutput | None:
         """Write the context's keys and values to their slots, then run the blocks, if any.
 
         Args:
             keys, values: each draft layer's part of the KV pool.
-            chain: choose tokens too, greedily.
+            chain: choose tokens too.
+            draws: how they are drawn; without them greedily.
         """
         rows = 0 if block is None else len(block.inputs)
         requests = 0 if block is None else len(block.lengths)
@@ -157,7 +134,7 @@ class CompiledDraft:
         units = 0
         if block is not None:
             check_pool(keys[0], values[0], block.plan)
-            units = bound.load(block)
+            units = bound.load(block, draws)
             groups[BLOCKS] = Rows(rows, block.positions, block.plan.slots)
             if chain:
                 groups[SLOTS : SLOTS + int(block.lengths.max())] = [Rows(requests)] * int(block.lengths.max())
@@ -180,16 +157,13 @@ class _Bound:
     ) -> None:
         self.draft, self.rooms = draft, rooms
         rows, self.context_rows, self.requests = rooms
-        requests = self.requests
         self.memory = LayerMemory(draft.layers, rows, keys, values)
         head, slots = draft.head, draft.block_size
         self.hidden = torch.empty(rows, len(draft.layers.norm))
         self.logits = torch.empty(rows, width(head.lm_head))
-        # Row 0 of `tokens` holds the anchors; `index` names each slot's row of the logits.
-        self.tokens = torch.zeros(slots + 1, requests, dtype=torch.int64)
-        self.index = torch.zeros(slots, requests, dtype=torch.int64)
-        self.confidence = torch.empty(slots, requests)
-        chain = [step.of(SLOTS + k) for k in range(slots) for step in self._slot(k)] if head.chained else []
+        self.chain = SlotChain(head, slots, self.requests, self.hidden, self.logits)
+        chained = range(slots if head.chained else 0)
+        chain = [step.of(SLOTS + k) for k in chained for step in self.chain.steps(k)]
         context = [step.of(CONTEXT) for step in self._context(keys, values)]
         steps = [*context, *self._blocks(), *chain]
         self.program = Program(steps, draft.layers.rotation)
@@ -201,8 +175,8 @@ class _Bound:
     def _context(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Step]:
         weights, rotation, eps = self.draft.context, self.draft.layers.rotation, self.draft.layers.eps
         rows = self.context_rows
-        taps, taps_out = _input(weights.fc, rows)
-        context, context_out = _input(weights.kv, rows)
+        taps, taps_out = product_input(weights.fc, rows)
+        context, context_out = product_input(weights.kv, rows)
         floats = context if context_out is None else torch.empty(rows, len(weights.norm))
         fused, kv = torch.empty(rows, width(weights.fc)), torch.empty(rows, width(weights.kv))
         source = torch.empty(0, weights.fc.in_features)  # set at each run
@@ -221,33 +195,11 @@ class _Bound:
 
     def _blocks(self) -> list[Step]:
         head = self.draft.head
-        hidden, codes = _input(head.lm_head, self.memory.capacity, self.hidden)
+        hidden, codes = product_input(head.lm_head, self.memory.capacity, self.hidden)
         self.x, self._keep_blocks = torch.empty_like(self.hidden), hidden
         no_ids = torch.empty(0, dtype=torch.int64)  # set at each run
         first = [] if head.embedding is None else [embed(head.embedding, no_ids, self.x)]
         return [*first, *self.memory.steps(self.hidden, codes), product(head.lm_head, hidden, self.logits)]
-
-    def _slot(self, k: int) -> list[Step]:
-        head, vocab_size = self.draft.head, self.draft.head.lm_head.out_features
-        steps, bias = [], None
-        if head.w1 is not None and head.w2 is not None:
-            if k == 0:  # slots follow each other and share this memory
-                self._embedded = _input(head.w2, self.requests)
-                self._bias = torch.empty(self.requests, width(head.w2))
-            (embedded, codes), bias = self._embedded, self._bias
-            out = embedded if codes is None else None
-            steps = [gather(head.w1, self.tokens[k], out, codes), product(head.w2, embedded, bias)]
-        confidence = None
-        if head.confidence is not None:
-            weight, offset = head.confidence
-            embedding = head.w1 if len(weight) > self.hidden.shape[1] else None
-            confidence = Confidence(
-                weight, offset, self.hidden, embedding, self.tokens[k], self.confidence[k]
-            )
-        choice = choose(
-            self.logits, vocab_size, self.index[k], self.tokens[k + 1], bias, head.vocab, confidence
-        )
-        return [*steps, choice]
 
     def fits(self, rows: int, context_rows: int, requests: int, keys: Sequence[Tensor]) -> bool:
         return (
@@ -260,35 +212,18 @@ class _Bound:
         self.program.steps["x"][0] = taps.data_ptr()
         return Rows(len(taps), context.positions.contiguous(), context.slots.contiguous())
 
-    def load(self, block: BlockRows) -> int:
+    def load(self, block: BlockRows, draws: Draws | None) -> int:
         """Set what the blocks' steps read; returns the units of their attention."""
-        lengths, requests = block.lengths, len(block.lengths)
         if self.draft.head.embedding is None:
             self.program.steps["x"][self.norms] = block.inputs.data_ptr()
         else:
             self.program.steps["index"][self.first] = block.inputs.data_ptr()
-        self.tokens[0, :requests] = torch.from_numpy(block.anchors)
-        slot = np.minimum(np.arange(self.draft.block_size)[:, None], lengths - 1)
-        self.index[:, :requests] = torch.from_numpy(np.cumsum(lengths) - lengths + slot)
+        self.chain.load(self.program, block.lengths, block.anchors, draws)
         return self.memory.plan(block.plan)
 
     def output(self, block: BlockRows, chain: bool) -> BlockOutput:
-        rows, requests, slots = len(block.inputs), len(block.lengths), int(block.lengths.max())
-        hidden = self.hidden[:rows]
-        logits = self.logits[:rows, : self.draft.head.lm_head.out_features]
+        rows = len(block.inputs)
+        hidden, logits = self.hidden[:rows], self.logits[:rows, : self.draft.head.lm_head.out_features]
         if not chain:
-            return BlockOutput(hidden, logits, None, None)
-        # Copies: `contiguous` would leave a block of one slot in this memory.
-        tokens = self.tokens[1 : slots + 1, :requests].T.clone(memory_format=torch.contiguous_format)
-        confidence = None
-        if self.draft.head.confidence is not None:
-            confidence = self.confidence[:slots, :requests].T.clone(memory_format=torch.contiguous_format)
-        return BlockOutput(hidden, logits, tokens, confidence)
-
-
-def _input(layer: LowBitLinear, rows: int, floats: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """What a product reads: floats (those given, or new memory), or codes, which are then returned twice."""
-    if layer.integer:
-        codes = torch.empty(rows, layer.code_bytes, dtype=torch.uint8)
-        return codes, codes
-    return torch.empty(rows, layer.in_features) if floats is None else floats, None
+            return BlockOutput(hidden, logits)
+        return BlockOutput(hidden, logits, *self.chain.output(int(block.lengths.max()), len(block.lengths)))

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from dspark.kernels.simd import I32, I64, call
 
-__all__ = ["fetch_add", "floats", "integers", "record_pointer", "wait_for"]
+__all__ = ["doubles", "fetch_add", "floats", "integers", "record_pointer", "wait_for"]
 
 SPINS = 20_000  # about 0.1 ms: longer than any step of a pass on an idle machine
 
@@ -34,6 +34,12 @@ def pointer(typingctx: Any, address: Any, like: Any) -> Any:
 def floats(address: Any, count: Any) -> Any:
     """`count` float32 numbers at `address`."""
     return carray(pointer(address, np.float32(0)), count)  # type: ignore[call-arg]
+
+
+@njit(inline="always")
+def doubles(address: Any, count: Any) -> Any:
+    """`count` float64 numbers at `address`."""
+    return carray(pointer(address, np.float64(0)), count)  # type: ignore[call-arg]
 
 
 @njit(inline="always")

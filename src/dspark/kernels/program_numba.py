@@ -15,11 +15,12 @@ from numba import carray, from_dtype, njit
 from dspark.kernels.attention_numba import CALL_TYPE as ATTENTION_TYPE
 from dspark.kernels.attention_numba import attend_unit, attention_scratch
 from dspark.kernels.attention_simd import prefetch
+from dspark.kernels.distributions_numba import draw_row, softmax_row
 from dspark.kernels.floats_numba import unpack_row
 from dspark.kernels.integers_numba import CODES_BYTES, quantize_row
 from dspark.kernels.lowbit_numba import CALL_TYPE as PRODUCT_TYPE
 from dspark.kernels.lowbit_numba import SCRATCH, multiply_tile
-from dspark.kernels.memory import fetch_add, floats, integers, record_pointer, wait_for
+from dspark.kernels.memory import doubles, fetch_add, floats, integers, record_pointer, wait_for
 from dspark.kernels.records import BLOCK, TILE
 from dspark.kernels.rows import (
     add_rows,
@@ -56,7 +57,8 @@ NORM, PRODUCT, ROTARY, ATTEND, SWIGLU, GATHER, CHOOSE, EMBED = range(8)
 _STEP = "kind units runs counters ahead call x y out weight tap x_step out_step tap_step codes size"
 _ROTARY = "positions slots q_norm k_norm k_pool v_pool heads kv_heads head_dim block_size kv_bytes"
 _CHOICE = "bits index vocab confidence hidden hidden_size embedding embedding_size previous"
-_FIELDS = f"{_STEP} {_ROTARY} {_CHOICE}".split()
+_DRAW = "probs probs_step temperature uniform uniform_step"
+_FIELDS = f"{_STEP} {_ROTARY} {_CHOICE} {_DRAW}".split()
 STEP = np.dtype([*((name, np.int64) for name in _FIELDS), ("eps", np.float64), ("bias", np.float64)])
 # What all steps of a pass share. `attention`: a CALL that states the shape; `workers`: address of how many have begun.
 PASS = np.dtype([(name, np.int64) for name in ["steps", "num_steps", "attention", "cos", "sin", "workers"]])
@@ -160,11 +162,23 @@ def _gather(step, unit):
 
 
 @njit
+def _sample(step, unit, x, y):
+    """Row `unit` of `probs` = softmax((x + y) / temperature); returns a draw from it."""
+    p = step.probs + 4 * step.probs_step * unit
+    if y:
+        add_rows(x, y, p, step.size)
+        x = p
+    softmax_row(x, p, step.size, doubles(step.temperature, unit + 1)[unit])
+    return draw_row(p, step.size, doubles(step.uniform + 8 * step.uniform_step * unit, 1)[0])
+
+
+@njit
 def _choose(step, unit):
-    """out[unit] = vocab[argmax(x + y)] of row index[unit] of x and row `unit` of y; and the choice's confidence."""
+    """out[unit] = vocab[argmax(x + y)] of row index[unit] of x and row `unit` of y, or a draw where there are `probs`
+    for it; and the choice's confidence."""
     row = _integer(step.index, unit)
-    y = step.y + 4 * step.out_step * unit if step.y else 0
-    best = largest_sum(step.x + 4 * step.x_step * row, y, step.size)
+    x, y = step.x + 4 * step.x_step * row, step.y + 4 * step.out_step * unit if step.y else 0
+    best = _sample(step, unit, x, y) if step.probs else largest_sum(x, y, step.size)
     integers(step.out, unit + 1)[unit] = _integer(step.vocab, best) if step.vocab else best
     if step.confidence:
         hidden = step.hidden + 4 * step.hidden_size * row

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dspark.kernels.lowbit import LowBitLinear
@@ -28,6 +29,7 @@ __all__ = [
     "gather",
     "norm",
     "product",
+    "product_input",
     "rotate",
     "swiglu",
     "width",
@@ -73,6 +75,16 @@ def product(layer: LowBitLinear, x: Tensor, out: Tensor) -> Step:
     return Step(fields, layer.call_fields()["tiles"], per_row=False, product=layer)
 
 
+def product_input(
+    layer: LowBitLinear, rows: int, floats: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """What a product reads: floats (those given, or new memory), or codes, which are then returned twice."""
+    if layer.integer:
+        codes = torch.empty(rows, layer.code_bytes, dtype=torch.uint8)
+        return codes, codes
+    return torch.empty(rows, layer.in_features) if floats is None else floats, None
+
+
 def embed(table: LowBitLinear, ids: Tensor, out: Tensor) -> Step:
     """out [N, in] = rows `ids` [N] int64 of the weight of `table`, dequantised."""
     call = table.call_fields()
@@ -112,7 +124,8 @@ def choose(
     vocab: Tensor | None = None,
     confidence: Confidence | None = None,
 ) -> Step:
-    """out [N] int64 = vocab[argmax(scores[index] + bias)] over the first `size` columns, the first of equals."""
+    """out [N] int64 = vocab[argmax(scores[index] + bias)] over the first `size` columns, the first of equals; with
+    `probs` set for a run (see `slots`) a draw from their softmax."""
     fields: dict[str, int | float] = {
         "kind": CHOOSE,
         "x": scores.data_ptr(),

@@ -1,0 +1,127 @@
+"""The sequential part of a block as steps of a program: slot by slot the Markov head and the choice of tokens.
+
+A token is the argmax of its slot's scores, or drawn from their softmax, at uniforms that the caller has (eqs. 4-5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.kernels.lowbit import LowBitLinear
+from dspark.kernels.program import Program
+from dspark.kernels.program_numba import CHOOSE
+from dspark.kernels.steps import Confidence, Step, choose, gather, product, product_input, width
+
+__all__ = ["Draws", "HeadWeights", "SlotChain"]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """What makes tokens of hidden states, and rows of tokens.
+
+    `embedding`: a packed layer whose rows are the embeddings, None where the caller looks them up.
+    `vocab` [Vd] maps draft ids to the target's, None: they are the same. `w1` [V, r] and `w2`: the Markov head's,
+    None without one. `confidence`: weight [H + r] (or [H]) and bias. `chained` is False for a head with more to it:
+    then there are logits and no tokens.
+    """
+
+    lm_head: LowBitLinear
+    embedding: LowBitLinear | None = None
+    vocab: Tensor | None = None
+    w1: Tensor | None = None
+    w2: LowBitLinear | None = None
+    confidence: tuple[Tensor, float] | None = None
+    chained: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How A requests draw: temperature [A] float64, 0 for the argmax; uniforms [A, width] float64 in [0, 1)."""
+
+    temperature: np.ndarray
+    uniforms: Tensor
+
+    def __post_init__(self) -> None:
+        assert (self.temperature.dtype, self.uniforms.dtype) == (np.float64, torch.float64)
+        assert self.temperature.flags.c_contiguous
+        assert self.uniforms.is_contiguous()
+
+
+class SlotChain:
+    """Steps of all slots, and their memory for so many requests.
+
+    Args:
+        hidden, logits: what the program leaves of the blocks' rows, [n, H] and [n, Vd or more].
+    """
+
+    def __init__(self, head: HeadWeights, slots: int, requests: int, hidden: Tensor, logits: Tensor) -> None:
+        self.head, self.hidden, self.logits = head, hidden, logits
+        # Row 0 of `tokens` holds the anchors; `index` names each slot's row of the logits.
+        self.tokens = torch.zeros(slots + 1, requests, dtype=torch.int64)
+        self.index = torch.zeros(slots, requests, dtype=torch.int64)
+        self.confidence = torch.empty(slots, requests)
+        self._draws: Draws | None = None  # alive until the program has read them
+        self._probs: Tensor | None = None
+        if head.w2 is not None:  # slots follow each other and share this memory
+            self._embedded = product_input(head.w2, requests)
+            self._bias = torch.empty(requests, width(head.w2))
+
+    def steps(self, k: int) -> list[Step]:
+        """Those of slot k."""
+        head, steps, bias = self.head, [], None
+        if head.w1 is not None and head.w2 is not None:
+            (embedded, codes), bias = self._embedded, self._bias
+            out = embedded if codes is None else None
+            steps = [gather(head.w1, self.tokens[k], out, codes), product(head.w2, embedded, bias)]
+        confidence = None
+        if head.confidence is not None:
+            weight, offset = head.confidence
+            embedding = head.w1 if len(weight) > self.hidden.shape[1] else None
+            confidence = Confidence(
+                weight, offset, self.hidden, embedding, self.tokens[k], self.confidence[k]
+            )
+        choice = choose(
+            self.logits,
+            head.lm_head.out_features,
+            self.index[k],
+            self.tokens[k + 1],
+            bias,
+            head.vocab,
+            confidence,
+        )
+        return [*steps, choice]
+
+    def load(self, program: Program, lengths: np.ndarray, anchors: np.ndarray, draws: Draws | None) -> None:
+        """Set what the steps of `program` read: blocks of `lengths` [A], their anchors [A]; greedy without draws."""
+        requests, slots = len(lengths), int(lengths.max())
+        self.tokens[0, :requests] = torch.from_numpy(anchors)
+        slot = np.minimum(np.arange(len(self.index))[:, None], lengths - 1)
+        self.index[:, :requests] = torch.from_numpy(np.cumsum(lengths) - lengths + slot)
+        self._draws, self._probs = draws, None
+        steps, choices = program.steps, program.of_kind(CHOOSE)[:slots]
+        steps["probs"][choices] = 0
+        if draws is None:
+            return
+        assert draws.uniforms.shape == (requests, slots)
+        assert draws.temperature.shape == (requests,)
+        size = self.head.lm_head.out_features
+        self._probs = probs = torch.empty(requests, slots, size)  # new each time: the caller keeps it
+        steps["probs"][choices] = probs.data_ptr() + 4 * size * np.arange(slots)
+        steps["probs_step"][choices] = slots * size
+        steps["temperature"][choices] = draws.temperature.ctypes.data
+        steps["uniform"][choices] = draws.uniforms.data_ptr() + 8 * np.arange(slots)
+        steps["uniform_step"][choices] = slots
+
+    def output(self, slots: int, requests: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Tokens [A, slots], confidence logits [A, slots] and probabilities [A, slots, Vd] of what was loaded."""
+        # Copies: `contiguous` would leave a block of one slot in this memory.
+        tokens = self.tokens[1 : slots + 1, :requests].T.clone(memory_format=torch.contiguous_format)
+        confidence = None
+        if self.head.confidence is not None:
+            confidence = self.confidence[:slots, :requests].T.clone(memory_format=torch.contiguous_format)
+        probs, self._probs = self._probs, None
+        return tokens, confidence, probs
