@@ -147,6 +147,23 @@ def test_a_profile_is_kept_and_belongs_to_what_it_was_measured_with(target, tmp_
         assert len(calls) == measured
 
 
+def test_a_profile_of_another_version_is_measured_anew(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+    calls = []
+
+    def fake(target, drafter, gamma, max_num_seqs, settings):
+        calls.append(gamma)
+        return [Sample("step", 1, n, 64, 0.02 + 0.01 * n) for n in (1, 2, 4 * max_num_seqs)]
+
+    monkeypatch.setattr("dspark.profile.store.measure_profile", fake)
+    ensure_profile(target, None, 3)
+    (path,) = (tmp_path / "profiles").iterdir()
+    path.write_text(path.read_text().replace('"dspark_version": "', '"dspark_version": "0.'))
+    ensure_profile(target, None, 3)
+    ensure_profile(target, None, 3)
+    assert len(calls) == 2
+
+
 def test_tables_go_out_and_come_back(measured, target, tmp_path):
     profile = Profile(fingerprint(target, None), tuple(measured))
     said: list[str] = []

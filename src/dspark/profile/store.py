@@ -100,7 +100,8 @@ def ensure_profile(
 ) -> Profile:
     """The kept profile of this machine, model and drafter, or a fresh one (a few seconds), which is kept.
 
-    One that was made for fewer requests does not reach far enough, and is replaced.
+    One that was made for fewer requests does not reach far enough, and one of another version priced other kernels:
+    they are replaced.
 
     Args:
         again: measure in any case.
@@ -116,7 +117,8 @@ def ensure_profile(
             kept.cost()
             reach = max(s.rows for s in kept.samples if s.kind == "step")
             wanted = largest_pass(settings or ProfileSettings(), gamma, max_num_seqs)
-            if kept.fingerprint == belongs_to and reach >= wanted:
+            current = kept.fingerprint == belongs_to and kept.dspark_version == __version__
+            if current and reach >= wanted:
                 return kept
         except (DSparkError, OSError, json.JSONDecodeError):
             pass  # measured anew, which replaces it
