@@ -46,7 +46,8 @@ class Draws:
     uniforms: Tensor
 
     def __post_init__(self) -> None:
-        assert (self.temperature.dtype, self.uniforms.dtype) == (np.float64, torch.float64)
+        assert self.temperature.dtype == np.float64
+        assert self.uniforms.dtype == torch.float64
         assert self.temperature.flags.c_contiguous
         assert self.uniforms.is_contiguous()
 
