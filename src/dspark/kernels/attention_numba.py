@@ -58,25 +58,25 @@ def _load_queries(call, item, kv_head, queries):
 
 
 @njit(inline="always")
-def _keys_at(call, blocks, start):
-    """Where the keys of the strip's 16 positions from `start` on lie."""
-    block = blocks[start // call.block_size]
-    return call.k + call.kv_bytes * (block * call.head_dim * call.block_size + start % call.block_size)
-
-
-@njit(inline="always")
 def _micro(count, half, call, blocks, strip_blocks, low, high, q, s, stats, acc):
     """One strip for `count` queries: scores, softmax, values. `low`, `high` [count] count from its start."""
     dim, size = call.head_dim, call.block_size
     highest = 0
     for m in range(count):
         highest = max(highest, high[m])
-    for start in range(0, min(STRIP, highest), 2 * LANES):
-        first = _keys_at(call, blocks, start)
-        # Scores behind the last visible position are masked, so any keys do there.
-        second = _keys_at(call, blocks, start + LANES) if start + LANES < highest else first
-        score_keys(count, half, q, dim, first, second, size, s + 4 * start, STRIP)
-    softmax_strip(count, VECTORS, s, low.ctypes.data, high.ctypes.data, stats, acc, dim)
+    for b in range(strip_blocks):
+        if b * size < highest:
+            for j in range(0, size, LANES):
+                at = call.k + call.kv_bytes * (blocks[b] * dim * size + j)
+                score_keys(count, half, q, dim, at, size, s + 4 * (b * size + j), STRIP)
+    for m in range(count):
+        shrink = softmax_strip(
+            VECTORS, s + 4 * m * STRIP, low[m], high[m], stats + 128 * m, stats + 128 * m + 64
+        )
+        if shrink != np.float32(1.0):
+            values = floats(acc + 4 * m * dim, dim)
+            for i in range(dim):
+                values[i] *= shrink
     for b in range(strip_blocks):
         seen = min(size, highest - b * size)
         if seen > 0:
@@ -123,11 +123,10 @@ def _strip(call, item, kv_head, start, scratch):
     context = integers(call.context_lens, call.num_requests)[item[0]]
     tables = integers(call.tables, call.num_requests * call.max_blocks)
     num_queries = (item[2] - item[1]) * group
-    for row in range(item[1], item[2]):
-        position = context + row - first
-        queries_of_row = slice((row - item[1]) * group, (row - item[1] + 1) * group)
-        high[queries_of_row] = (position + 1 if call.causal else context + stop - first) - start
-        low[queries_of_row] = max(0, position + 1 - call.window) - start
+    for m in range(num_queries):
+        position = context + item[1] + m // group - first
+        high[m] = (position + 1 if call.causal else context + stop - first) - start
+        low[m] = max(0, position + 1 - call.window) - start
     strip_blocks = min(STRIP // size, call.max_blocks - start // size)
     for b in range(strip_blocks):
         blocks[b] = tables[item[0] * call.max_blocks + start // size + b] * call.kv_heads + kv_head
