@@ -96,7 +96,13 @@ class Work:
         self.counters = np.zeros(1 + tiles * kv_heads, dtype=np.int64)
         self.partial = np.empty(self.num_partials * heads * (STATE + head_dim), dtype=np.float32)
         counter, units = self.counters.ctypes.data, len(self.items) * kv_heads
-        self.call.view(np.int64)[_OF_SHAPE] = *self.shape, units, counter, counter + 8, self.partial.ctypes.data
+        self.call.view(np.int64)[_OF_SHAPE] = (
+            *self.shape,
+            units,
+            counter,
+            counter + 8,
+            self.partial.ctypes.data,
+        )
 
 
 @compiled

@@ -57,7 +57,9 @@ __all__ = [
 ]
 
 MASKED = -1e30  # finite stand-in for -inf: differences of two stay finite
-PAIR = 2  # vectors of keys or values at once: 3 queries' sums are then enough to hide the latency of additions
+PAIR = (
+    2  # vectors of keys or values at once: 3 queries' sums are then enough to hide the latency of additions
+)
 PEAK, SHRINK, MASS, STATE = 0, 1, 16, 32  # places in a query's state, in floats
 
 
