@@ -147,6 +147,24 @@ def test_compiled_equals_reference(
     torch.testing.assert_close(case.attend(window), case.reference(window), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [32, 48, 96, 128])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+def test_other_head_sizes(head_dim: int, kv_dtype: torch.dtype) -> None:
+    """An even or odd number of vectors: the values of two are summed at once."""
+    case = Case([(1, 15), (7, 40), (2, 300)], head_dim=head_dim, kv_dtype=kv_dtype)
+    torch.testing.assert_close(case.attend(), case.reference(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 3, 6])
+@pytest.mark.parametrize("window", [None, 10, 100])
+def test_a_strip_may_end_anywhere(group: int, window: int | None) -> None:
+    """Keys are read 32 positions at a time, values 16: what lies behind the last position counts for nothing."""
+    lengths = [*range(0, 81, 5), 127, 128, 144, 255, 256, 257, 272]
+    requests = [(1, length) for length in lengths]
+    case = Case(requests, group=group, garbage=float("nan"), kv_dtype=torch.float16)
+    torch.testing.assert_close(case.attend(window), case.reference(window), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("block_size", [32, 64])
 def test_other_block_sizes(block_size: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -189,11 +207,16 @@ def test_slots_beyond_the_length_are_never_read(window: int | None) -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize(("group", "head_dim"), [(3, 16), (1, 64), (5, 96)])
+@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
-def test_a_row_does_not_depend_on_its_batch(kv_dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_its_batch(
+    group: int, head_dim: int, window: int | None, kv_dtype: torch.dtype
+) -> None:
     """One request of 6 rows: alone, row by row, among many others and on several threads, to the last bit."""
-    together = Case([(6, 1021), *[(1, 30)] * 20], kv_dtype=kv_dtype)  # enough tiles: one worker per tile
-    expected = together.attend()[:6]
+    requests = [(6, 1021), *[(1, 30)] * 20]  # enough tiles: one worker per tile
+    together = Case(requests, group=group, head_dim=head_dim, kv_dtype=kv_dtype)
+    expected = together.attend(window)[:6]
     alone = AttentionPlan.of(
         replace(
             together.batch,
@@ -204,13 +227,12 @@ def test_a_row_does_not_depend_on_its_batch(kv_dtype: torch.dtype) -> None:
         ),
         16,
     )
-    pool = together.pool.k[0], together.pool.v[0]
-    assert torch.equal(paged_attention(together.q[:6], *pool, alone, together.scale), expected)
+    q, scale, pool = together.q, together.scale, (together.pool.k[0], together.pool.v[0])
+    assert torch.equal(paged_attention(q[:6], *pool, alone, scale, window), expected)
     for i in range(6):
         step = replace(alone, query_start=np.array([0, 1]), context_lens=np.array([1021 + i]))
-        assert torch.equal(
-            paged_attention(together.q[i : i + 1], *pool, step, together.scale), expected[i : i + 1]
-        )
+        row = paged_attention(q[i : i + 1], *pool, step, scale, window)
+        assert torch.equal(row, expected[i : i + 1])
 
 
 def test_threads_do_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from dspark.kernels.attention_numba import (
     TILE_ROWS,
     attend_worker,
 )
+from dspark.kernels.attention_simd import STATE
 from dspark.kernels.parallel import parallel
 from dspark.kernels.simd import LANES
 from dspark.kernels.store_numba import store_worker
@@ -44,7 +45,7 @@ def _words(names: str) -> list[int]:
 _OF_PASS = np.array(  # in the order of `_set_pass`
     _words("query_start context_lens tables items slots num_rows num_requests block_size max_blocks causal")
 )
-_OF_SHAPE = _words("heads kv_heads head_dim num_units next_unit finished partial partial_stats")
+_OF_SHAPE = _words("heads kv_heads head_dim num_units next_unit finished partial")
 
 
 def supports(head_dim: int, block_size: int) -> bool:
@@ -93,11 +94,15 @@ class Work:
         self.shape = (heads, kv_heads, head_dim)
         tiles = int(self.items[-1, 7]) + 1 if len(self.items) else 0
         self.counters = np.zeros(1 + tiles * kv_heads, dtype=np.int64)
-        self.partial = np.empty(self.num_partials * heads * (head_dim + 2), dtype=np.float32)
-        counter, partial = self.counters.ctypes.data, self.partial.ctypes.data
-        stats = partial + 4 * self.num_partials * heads * head_dim
-        units = len(self.items) * kv_heads
-        self.call.view(np.int64)[_OF_SHAPE] = *self.shape, units, counter, counter + 8, partial, stats
+        self.partial = np.empty(self.num_partials * heads * (STATE + head_dim), dtype=np.float32)
+        counter, units = self.counters.ctypes.data, len(self.items) * kv_heads
+        self.call.view(np.int64)[_OF_SHAPE] = (
+            *self.shape,
+            units,
+            counter,
+            counter + 8,
+            self.partial.ctypes.data,
+        )
 
 
 @compiled

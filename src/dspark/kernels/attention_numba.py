@@ -10,8 +10,13 @@ from numba import carray, from_dtype, njit
 
 from dspark.kernels.attention_simd import (
     MASKED,
+    PAIR,
+    STATE,
+    divide_states,
+    merge_states,
     mix_values,
     prefetch,
+    scale_floats,
     score_keys,
     softmax_strip,
 )
@@ -35,7 +40,7 @@ STRIP = VECTORS * LANES
 CHUNK = 256
 
 _INTEGERS = (
-    "q k v out k_pool v_pool query_start context_lens tables items partial partial_stats slots "  # addresses
+    "q k v out k_pool v_pool query_start context_lens tables items partial slots "  # addresses
     "next_unit finished "  # addresses of counters
     "num_units num_rows num_requests heads kv_heads head_dim block_size max_blocks kv_bytes causal window"
 )
@@ -47,174 +52,132 @@ CALL_TYPE = from_dtype(CALL)
 @njit
 def _load_queries(call, item, kv_head, queries):
     """Copy the item's queries to [rows x group, head_dim], scaled for base-2 exponentials."""
-    group, dim = call.heads // call.kv_heads, call.head_dim
-    q = floats(call.q, call.num_rows * call.heads * dim)
+    group = call.heads // call.kv_heads
     scale = np.float32(call.scale * 1.4426950408889634)
+    numbers = group * call.head_dim
     for row in range(item[1], item[2]):
-        source = (row * call.heads + kv_head * group) * dim
-        target = (row - item[1]) * group * dim
-        for i in range(group * dim):
-            queries[target + i] = q[source + i] * scale
+        source = call.q + 4 * (row * call.heads + kv_head * group) * call.head_dim
+        scale_floats(source, scale, queries + 4 * (row - item[1]) * numbers, numbers)
+
+
+@njit
+def _visible(call, item, low, high):
+    """The visible positions low .. high of each of the item's queries."""
+    group, m = call.heads // call.kv_heads, 0
+    starts = integers(call.query_start, call.num_requests + 1)
+    context = integers(call.context_lens, call.num_requests)[item[0]]
+    first, stop = starts[item[0]], starts[item[0] + 1]
+    for row in range(item[1], item[2]):
+        position = context + row - first
+        for _ in range(group):
+            low[m] = max(0, position + 1 - call.window)
+            high[m] = position + 1 if call.causal else context + stop - first
+            m += 1
 
 
 @njit(inline="always")
-def _micro(count, half, call, blocks, strip_blocks, low, high, q, s, stats, acc):
-    """One strip for `count` queries: scores, softmax, values. `low`, `high` [count] count from its start."""
-    dim, size = call.head_dim, call.block_size
-    highest = 0
+def _micro(count, half, call, start, low, high, keys, values, q, s, state):
+    """One strip for `count` queries: scores, softmax, values. `low`, `high` [count] are what they see."""
+    seen = min(STRIP, high[count - 1] - start)
+    for group in range(0, (seen + LANES - 1) // LANES, PAIR):
+        at = s + 4 * group * LANES
+        score_keys(count, half, q, call.head_dim, keys + 8 * group, call.block_size, at, STRIP)
     for m in range(count):
-        highest = max(highest, high[m])
-    for b in range(strip_blocks):
-        if b * size < highest:
-            for j in range(0, size, LANES):
-                at = call.k + call.kv_bytes * (blocks[b] * dim * size + j)
-                score_keys(count, half, q, dim, at, size, s + 4 * (b * size + j), STRIP)
-    for m in range(count):
-        shrink = softmax_strip(
-            VECTORS, s + 4 * m * STRIP, low[m], high[m], stats + 128 * m, stats + 128 * m + 64
-        )
-        if shrink != np.float32(1.0):
-            values = floats(acc + 4 * m * dim, dim)
-            for i in range(dim):
-                values[i] *= shrink
-    for b in range(strip_blocks):
-        seen = min(size, highest - b * size)
-        if seen > 0:
-            at = call.v + call.kv_bytes * blocks[b] * dim * size
-            mix_values(count, half, s + 4 * b * size, STRIP, at, dim, seen, acc)
+        at = state + 4 * m * (STATE + call.head_dim)
+        softmax_strip(VECTORS, s + 4 * m * STRIP, low[m] - start, high[m] - start, at)
+    mix_values(count, half, s, STRIP, values, seen, call.head_dim, state)
 
 
 @njit(inline="always")
-def _queries(half, call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc):
+def _queries(half, call, start, num_queries, low, high, keys, values, q, s, state):
     """One strip for all queries, six, three or one at a time."""
-    row_bytes = 4 * call.head_dim
     m = 0
     while m < num_queries:
         left = num_queries - m
         count = 6 if left >= 6 else (3 if left >= 3 else 1)
-        if high[m + count - 1] > 0 and low[m] < STRIP:
-            at = (q + m * row_bytes, stats + m * 128, acc + m * row_bytes)
+        if high[m + count - 1] > start and low[m] < start + STRIP:
+            mine = (q + 4 * m * call.head_dim, state + 4 * m * (STATE + call.head_dim))
             if count == 6:
-                _micro(6, half, call, blocks, strip_blocks, low[m:], high[m:], at[0], s, at[1], at[2])
+                _micro(6, half, call, start, low[m:], high[m:], keys, values, mine[0], s, mine[1])
             elif count == 3:
-                _micro(3, half, call, blocks, strip_blocks, low[m:], high[m:], at[0], s, at[1], at[2])
+                _micro(3, half, call, start, low[m:], high[m:], keys, values, mine[0], s, mine[1])
             else:
-                _micro(1, half, call, blocks, strip_blocks, low[m:], high[m:], at[0], s, at[1], at[2])
+                _micro(1, half, call, start, low[m:], high[m:], keys, values, mine[0], s, mine[1])
         m += count
 
 
 @njit
-def _float_queries(call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc):
-    _queries(0, call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc)
+def _float_queries(call, start, num_queries, low, high, keys, values, q, s, state):
+    _queries(0, call, start, num_queries, low, high, keys, values, q, s, state)
 
 
 @njit
-def _half_queries(call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc):
-    _queries(1, call, blocks, strip_blocks, low, high, num_queries, q, s, stats, acc)
+def _half_queries(call, start, num_queries, low, high, keys, values, q, s, state):
+    _queries(1, call, start, num_queries, low, high, keys, values, q, s, state)
 
 
 @njit
-def _strip(call, item, kv_head, start, scratch):
-    """All queries of an item over positions start .. start + STRIP."""
-    queries, scores, stats, acc, blocks, low, high = scratch
-    group, size = call.heads // call.kv_heads, call.block_size
-    first = integers(call.query_start, call.num_requests + 1)[item[0]]
-    stop = integers(call.query_start, call.num_requests + 1)[item[0] + 1]
-    context = integers(call.context_lens, call.num_requests)[item[0]]
-    tables = integers(call.tables, call.num_requests * call.max_blocks)
-    num_queries = (item[2] - item[1]) * group
+def _find_blocks(call, request, kv_head, start, stop, keys, values):
+    """Addresses of the keys and values of positions start .. stop, 16 at a time."""
+    table = integers(call.tables + 8 * request * call.max_blocks, call.max_blocks)
+    dim, size, group = call.head_dim, call.block_size, 0
+    for place in range(start // size, (stop + size - 1) // size):
+        block = (table[place] * call.kv_heads + kv_head) * dim * size
+        for offset in range(0, size, LANES):
+            keys[group] = call.k + call.kv_bytes * (block + offset)
+            values[group] = call.v + call.kv_bytes * (block + offset * dim)
+            group += 1
+    keys[group] = keys[group - 1]  # keys are taken in pairs
+
+
+@njit
+def _ask_ahead(call, request, kv_head, start, stop):
+    """Have the blocks of positions start .. stop brought near."""
+    table = integers(call.tables + 8 * request * call.max_blocks, call.max_blocks)
+    numbers = call.head_dim * call.block_size
+    for place in range(start // call.block_size, (stop + call.block_size - 1) // call.block_size):
+        at = call.kv_bytes * (table[place] * call.kv_heads + kv_head) * numbers
+        prefetch(call.k + at, call.kv_bytes * numbers // 4)
+        prefetch(call.v + at, call.kv_bytes * numbers // 4)
+
+
+@njit
+def _attend_chunk(call, item, kv_head, chunk, scratch, state):
+    """All queries of an item over one chunk of positions, into their states."""
+    queries, scores, low, high, keys, values = scratch
+    num_queries = (item[2] - item[1]) * (call.heads // call.kv_heads)
+    numbers = floats(state, num_queries * (STATE + call.head_dim))
+    numbers[:] = np.float32(0)
     for m in range(num_queries):
-        position = context + item[1] + m // group - first
-        high[m] = (position + 1 if call.causal else context + stop - first) - start
-        low[m] = max(0, position + 1 - call.window) - start
-    strip_blocks = min(STRIP // size, call.max_blocks - start // size)
-    for b in range(strip_blocks):
-        blocks[b] = tables[item[0] * call.max_blocks + start // size + b] * call.kv_heads + kv_head
-    behind = start // size + STRIP // size
-    for b in range(behind, min(behind + STRIP // size, call.max_blocks)):
-        block = tables[item[0] * call.max_blocks + b] * call.kv_heads + kv_head
-        block_bytes = call.kv_bytes * call.head_dim * size
-        prefetch(call.k + block * block_bytes, block_bytes // 4)
-        prefetch(call.v + block * block_bytes, block_bytes // 4)
-    q, s, st, a = queries.ctypes.data, scores.ctypes.data, stats.ctypes.data, acc.ctypes.data
-    if call.kv_bytes == 2:
-        _half_queries(call, blocks, strip_blocks, low, high, num_queries, q, s, st, a)
-    else:
-        _float_queries(call, blocks, strip_blocks, low, high, num_queries, q, s, st, a)
-
-
-@njit
-def _merge(acc, stats, more, peak, mass):
-    """Add a chunk's (more, peak, mass) to the running (acc, stats = [peak, mass]) of one query."""
-    new = max(stats[0], peak)
-    old_share, new_share = np.exp2(stats[0] - new), np.exp2(peak - new)
-    stats[0], stats[1] = new, stats[1] * old_share + mass * new_share
-    for i in range(len(acc)):
-        acc[i] = acc[i] * old_share + more[i] * new_share
-
-
-@njit
-def _finish(call, row, head, acc, mass):
-    """Divide by the softmax's denominator and write the output of one query."""
-    dim = call.head_dim
-    out = floats(call.out + 4 * (row * call.heads + head) * dim, dim)
-    inverse = np.float32(1.0) / mass
-    for i in range(dim):
-        out[i] = acc[i] * inverse
-
-
-@njit
-def _merge_tile(call, item, kv_head, acc, stats):
-    """Merge the partial results of a tile, in order of chunks, once the last of them is written."""
-    dim, group, rows = call.head_dim, call.heads // call.kv_heads, item[2] - item[1]
-    for row in range(rows):
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            for chunk in range(item[5]):
-                at = (item[6] + chunk * rows + row) * call.heads + head
-                more = floats(call.partial + 4 * at * dim, dim)
-                seen = floats(call.partial_stats + 8 * at, 2)
-                if chunk == 0:
-                    acc[:dim] = more
-                    stats[:2] = seen
-                else:
-                    _merge(acc[:dim], stats[:2], more, seen[0], seen[1])
-            _finish(call, item[1] + row, head, acc, stats[1])
-
-
-@njit
-def _attend_item(call, item, kv_head, scratch, running):
-    """One unit of work: the chunks of one item for the query heads of one KV head."""
-    queries, _, stats, acc, _, _, _ = scratch
-    running_acc, running_stats = running
-    dim, group, rows = call.head_dim, call.heads // call.kv_heads, item[2] - item[1]
-    _load_queries(call, item, kv_head, queries)
-    for chunk in range(item[3], item[4]):
-        acc[: rows * group * dim] = np.float32(0)
-        stats[: rows * group * 32] = np.float32(0)
-        for m in range(rows * group):
-            stats[32 * m] = np.float32(MASKED)
-        for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, STRIP):
-            if start < call.max_blocks * call.block_size:
-                _strip(call, item, kv_head, start, scratch)
-        for m in range(rows * group):
-            row, head = m // group, kv_head * group + m % group
-            mass = np.float32(0)
-            for lane in range(LANES):
-                mass += stats[32 * m + 16 + lane]
-            mine, state = running_acc[m * dim : (m + 1) * dim], running_stats[2 * m : 2 * m + 2]
-            if item[4] - item[3] < item[5]:  # others work on this tile
-                at = (item[6] + chunk * rows + row) * call.heads + head
-                mine = floats(call.partial + 4 * at * dim, dim)
-                state = floats(call.partial_stats + 8 * at, 2)
-            if chunk == item[3]:
-                mine[:] = acc[m * dim : (m + 1) * dim]
-                state[0], state[1] = stats[32 * m], mass
+        numbers[m * (STATE + call.head_dim)] = np.float32(MASKED)
+    highest = high[num_queries - 1]
+    k, v, q, s = keys.ctypes.data, values.ctypes.data, queries.ctypes.data, scores.ctypes.data
+    for start in range(chunk * CHUNK, min((chunk + 1) * CHUNK, highest), STRIP):
+        stop = start + STRIP
+        if stop > low[0]:
+            _find_blocks(call, item[0], kv_head, start, min(stop, highest), keys, values)
+            _ask_ahead(call, item[0], kv_head, stop, min(stop + STRIP, highest))
+            if call.kv_bytes == 2:
+                _half_queries(call, start, num_queries, low, high, k, v, q, s, state)
             else:
-                _merge(mine, state, acc[m * dim : (m + 1) * dim], stats[32 * m], mass)
-    if item[4] - item[3] == item[5]:
-        for m in range(rows * group):
-            head = kv_head * group + m % group
-            _finish(call, item[1] + m // group, head, running_acc[m * dim :], running_stats[2 * m + 1])
+                _float_queries(call, start, num_queries, low, high, k, v, q, s, state)
+
+
+@njit
+def _write(call, item, kv_head, state):
+    """Write the item's rows of the output."""
+    dim, group = call.head_dim, call.heads // call.kv_heads
+    for row in range(item[1], item[2]):
+        out = call.out + 4 * (row * call.heads + kv_head * group) * dim
+        divide_states(group, dim, state + 4 * (row - item[1]) * group * (STATE + dim), out)
+
+
+@njit
+def _partial(call, item, kv_head, chunk):
+    """Address of the states that a chunk of a tile ends with, if several workers share the tile."""
+    group, rows = call.heads // call.kv_heads, item[2] - item[1]
+    at = (item[6] + chunk * rows) * call.heads + kv_head * rows * group
+    return call.partial + 4 * at * (STATE + call.head_dim)
 
 
 @njit
@@ -224,14 +187,12 @@ def attention_scratch(call):
     strip = (
         np.empty(size * call.head_dim, np.float32),  # queries
         np.empty(6 * STRIP, np.float32),  # scores, then probabilities
-        np.empty(size * 32, np.float32),  # a query's peak (1 of 16 floats) and partial masses (16)
-        np.empty(size * call.head_dim, np.float32),  # accumulated values
-        np.empty(STRIP // LANES, np.int64),  # blocks of the strip, in units of [head_dim, block_size]
-        np.empty(size, np.int64),  # first visible position, relative to the strip
-        np.empty(size, np.int64),  # end of the visible positions
+        np.empty(size, np.int64),  # first visible position of a query
+        np.empty(size, np.int64),  # end of its visible positions
+        np.empty(VECTORS + 1, np.int64),  # addresses of the strip's keys, 16 positions each
+        np.empty(VECTORS + 1, np.int64),  # and of its values
     )
-    running = (np.empty(size * call.head_dim, np.float32), np.empty(size * 2, np.float32))
-    return strip, running
+    return strip, np.empty(2 * size * (STATE + call.head_dim), np.float32)  # states: so far, of one chunk
 
 
 @njit
@@ -239,12 +200,26 @@ def attend_unit(call, unit, scratch, running):
     """Unit `unit` of `num_units`: one item for one KV head. Whoever ends a tile merges its chunks."""
     number, kv_head = unit // call.kv_heads, unit % call.kv_heads
     item = integers(call.items + 64 * number, 8)
-    _attend_item(call, item, kv_head, scratch, running)
-    if item[4] - item[3] < item[5]:
-        counter = call.finished + 8 * (item[7] * call.kv_heads + kv_head)
-        if fetch_add(counter, 1) == item[5] - 1:
-            _merge_tile(call, item, kv_head, running[0], running[1])
-            integers(counter, 1)[0] = 0
+    num_queries = (item[2] - item[1]) * (call.heads // call.kv_heads)
+    _load_queries(call, item, kv_head, scratch[0].ctypes.data)
+    _visible(call, item, scratch[2], scratch[3])
+    if item[4] - item[3] == item[5]:
+        state = running.ctypes.data
+        more = state + 4 * num_queries * (STATE + call.head_dim)
+        for chunk in range(item[5]):
+            _attend_chunk(call, item, kv_head, chunk, scratch, more if chunk else state)
+            if chunk:
+                merge_states(num_queries, call.head_dim, state, more)
+        _write(call, item, kv_head, state)
+        return
+    _attend_chunk(call, item, kv_head, item[3], scratch, _partial(call, item, kv_head, item[3]))
+    counter = call.finished + 8 * (item[7] * call.kv_heads + kv_head)
+    if fetch_add(counter, 1) == item[5] - 1:
+        state = _partial(call, item, kv_head, 0)
+        for chunk in range(1, item[5]):
+            merge_states(num_queries, call.head_dim, state, _partial(call, item, kv_head, chunk))
+        _write(call, item, kv_head, state)
+        integers(counter, 1)[0] = 0
 
 
 def attend_worker(pointer_to_call):
