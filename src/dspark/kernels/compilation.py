@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from dspark.compilation import told_once
 from dspark.kernels import attention_cpu, bounds, lowbit, program
@@ -16,7 +15,7 @@ def compile_kernels(report: Callable[[str], None] = lambda message: None) -> Non
 
     `report` gets a line before the one compilation of about 30 s that a new version or processor needs.
     """
-    with told_once(Path(__file__).parent, "compiling the CPU kernels, once (about 30 s) ...", report):
+    with told_once("kernels", "compiling the CPU kernels, once (about 30 s) ...", report):
         attention_cpu.compile_workers()
         bounds.compile_checks()
         if lowbit.supports():

@@ -1,8 +1,5 @@
 # mypy: ignore-errors
-"""Softmax of one row and a draw from it, for the loops of `distributions` and the steps of `program_numba`.
-
-NOTE: Numba's disk cache watches the file of the *calling* function. After editing this, touch the callers.
-"""
+"""Softmax of one row and a draw from it, for the loops of `distributions` and the steps of `program_numba`."""
 
 import math
 

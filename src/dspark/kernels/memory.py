@@ -1,7 +1,4 @@
-"""Memory that Numba kernels are given as addresses, and the counters in it that threads share.
-
-NOTE: Numba's disk cache watches the file of the *calling* function. After editing this, touch the callers.
-"""
+"""Memory that Numba kernels are given as addresses, and the counters in it that threads share."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Numba cannot promise LLVM that arrays do not overlap, so plain loops this short pay more for checks than for
 arithmetic, and its `exp` is a scalar call. Here accumulators live in registers; LLVM maps <16 x float> to
 AVX-512, AVX2 or NEON. All addresses are integers (bytes).
-
-NOTE: Numba's disk cache watches the file of the *calling* function. After editing this, touch the callers.
 """
 
 from __future__ import annotations

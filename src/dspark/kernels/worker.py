@@ -9,6 +9,7 @@ from typing import Any
 
 from numba import cfunc, types
 
+from dspark.compilation import kept_compilations
 from dspark.kernels.parallel import WORKER
 
 __all__ = ["Worker", "load_worker"]
@@ -30,6 +31,7 @@ def load_worker(function: Callable[[Any], None], call_type: Any) -> Worker:
     Args:
         function: takes a pointer to records of the Numba type `call_type`.
     """
-    compiled = cfunc(types.void(types.CPointer(call_type)), cache=True)(function)
+    with kept_compilations():
+        compiled = cfunc(types.void(types.CPointer(call_type)), cache=True)(function)
     address = int(compiled.address or 0)
     return Worker(WORKER(address), address, compiled)

@@ -127,7 +127,7 @@ def compile_schedulers(report: Callable[[str], None] = lambda message: None) -> 
     `report` gets a line before the one compilation that a new version or processor needs.
     """
     cost, gamma, one = TableCost((1, 8), (1.0, 2.0)), 2, np.ones(1, dtype=np.int64)
-    with told_once(Path(__file__).parent, "compiling the scheduler, once (a few seconds) ...", report):
+    with told_once("schedule", "compiling the scheduler, once (a few seconds) ...", report):
         threshold = Threshold(gamma, 0.5)
         policies = [kind(gamma, LiveCost(cost)) for kind in _SCHEDULERS.values()]
         for looks, survival in product((True, False), (np.full((1, gamma), 0.9), None)):
