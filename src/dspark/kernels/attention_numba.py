@@ -21,7 +21,7 @@ from dspark.kernels.attention_simd import (
     softmax_strip,
 )
 from dspark.kernels.memory import fetch_add, floats, integers
-from dspark.kernels.simd import LANES
+from dspark.kernels.simd import FEATURES, LANES
 
 __all__ = [
     "CALL",
@@ -38,7 +38,9 @@ TILE_ROWS = 16
 VECTORS = 4
 STRIP = VECTORS * LANES
 CHUNK = 256
-MOST_QUERIES = 6  # at once: their sums fill half of the vector registers
+MOST_QUERIES = (
+    6 if "+avx512f" in FEATURES else 3
+)  # at once: with pairs of vectors, their sums fit into registers
 
 _INTEGERS = (
     "q k v out k_pool v_pool query_start context_lens tables items partial slots "  # addresses
@@ -94,12 +96,12 @@ def _micro(count, half, call, start, low, high, memory, q, state):
 
 @njit(inline="always")
 def _queries(half, call, start, num_queries, memory, states):
-    """One strip for all queries, six, three or one at a time."""
+    """One strip for all queries: six (if there are registers for them), three or one at a time."""
     _, q, _, _, low, high = memory
     m = 0
     while m < num_queries:
         left = num_queries - m
-        count = 6 if left >= 6 else (3 if left >= 3 else 1)
+        count = MOST_QUERIES if left >= MOST_QUERIES else (3 if left >= 3 else 1)
         if integers(high, num_queries)[m + count - 1] > start and integers(low, m + 1)[m] < start + STRIP:
             bounds = low + 8 * m, high + 8 * m
             query, state = q + 4 * m * call.head_dim, states + 4 * m * (STATE + call.head_dim)
@@ -197,7 +199,7 @@ def attention_scratch(call):
 def _divide(call, num_queries, numbers, places):
     """Addresses in a worker's memory, as counting references to arrays would cost more than a strip.
 
-    Of an item: scores, then probabilities, of a strip [6, STRIP]; queries; addresses of the strip's keys and values,
+    Of an item: scores, then probabilities, of a strip [MOST_QUERIES, STRIP]; queries; addresses of the strip's keys and values,
     16 positions each; first position and end that each query sees; then its states so far and those of one chunk.
     """
     scores, keys = numbers.ctypes.data, places.ctypes.data
