@@ -200,7 +200,7 @@ def _divide(call, num_queries, numbers, places):
     """Addresses in a worker's memory, as counting references to arrays would cost more than a strip.
 
     Of an item: the strip's scores, then probabilities [MOST_QUERIES, STRIP]; queries; addresses of the strip's keys and
-    values, 16 positions each; first position and end that each query sees; then its states so far and those of one chunk.
+    values, 16 positions each; first position and end that each query sees; then its states so far and those of a chunk.
     """
     scores, keys = numbers.ctypes.data, places.ctypes.data
     queries, values = scores + 4 * MOST_QUERIES * STRIP, keys + 8 * (VECTORS + 1)
