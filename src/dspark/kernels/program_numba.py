@@ -190,11 +190,11 @@ def _choose(step, unit):
 
 
 @njit
-def _unit(shared, step, unit, product_scratch, scratch, running):
+def _unit(shared, step, unit, product_scratch, numbers, places):
     if step.kind == PRODUCT:
         multiply_tile(carray(_product_at(step.call), 1)[0], unit, product_scratch)
     elif step.kind == ATTEND:
-        attend_unit(carray(_attention_at(step.call), 1)[0], unit, scratch, running)
+        attend_unit(carray(_attention_at(step.call), 1)[0], unit, numbers, places)
     elif step.kind == NORM:
         _norm(step, unit)
     elif step.kind == ROTARY:
@@ -221,7 +221,7 @@ def program_worker(pointer_to_pass):
     """Do all steps of a pass, in order. Any number of workers may run it on the same pass."""
     shared = carray(pointer_to_pass, 1)[0]
     product_scratch = np.empty(SCRATCH, np.float32)
-    scratch, running = attention_scratch(carray(_attention_at(shared.attention), 1)[0])
+    numbers, places = attention_scratch(carray(_attention_at(shared.attention), 1)[0])
     steps = carray(_step_at(shared.steps), shared.num_steps)
     worker = fetch_add(shared.workers, 1)
     for number in range(shared.num_steps):
@@ -232,7 +232,7 @@ def program_worker(pointer_to_pass):
             first, stop = step.units * run // step.runs, step.units * (run + 1) // step.runs
             unit = first + fetch_add(drawn, 1)
             while unit < stop:
-                _unit(shared, step, unit, product_scratch, scratch, running)
+                _unit(shared, step, unit, product_scratch, numbers, places)
                 done += 1
                 unit = first + fetch_add(drawn, 1)
         if done:
