@@ -1,5 +1,8 @@
 """Offline generation on the real model: shapes of input, order of outputs, errors, and greedy identity."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from dspark import LLM, DSparkError, SamplingParams
@@ -55,6 +58,27 @@ def test_stream_adds_up_and_closing_it_aborts(llm):
     assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
 
 
+def test_a_stream_that_nobody_reads_holds_nothing(llm):
+    llm.stream(QUESTION, GREEDY).close()
+    assert not llm.engine.has_unfinished
+    dropped = llm.stream(QUESTION, GREEDY)
+    assert llm.engine.has_unfinished
+    del dropped
+    gc.collect()
+    assert not llm.engine.has_unfinished
+    assert llm._inbox == {}
+    assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
+
+
+def test_several_threads_may_generate_at_once(llm):
+    questions = [[{"role": "user", "content": f"Count to {n}."}] for n in range(3, 9)]
+    alone = [llm.generate(q, GREEDY)[0].token_ids for q in questions]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda q: llm.generate(q, GREEDY)[0].token_ids, questions))
+    assert together == alone
+    assert not llm.engine.has_unfinished
+
+
 def test_logprobs_of_greedy_tokens_are_the_largest(llm):
     (out,) = llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=8, logprobs=3))
     for entry, token in zip(out.logprobs, out.token_ids, strict=True):
@@ -67,6 +91,9 @@ def test_bad_input_is_refused_and_nothing_stays_behind(llm):
         (["", QUESTION], GREEDY, "no tokens"),
         ({"prompt_token_ids": [1, 49152]}, GREEDY, "outside the model's vocabulary"),
         ({"ids": [1]}, GREEDY, "prompt_token_ids"),
+        (QUESTION, {"temperature": 0}, "must be SamplingParams"),
+        (QUESTION, "abc", "must be SamplingParams"),
+        ("half a \udcff", GREEDY, "not valid Unicode at character 7"),
         ({"prompt_token_ids": [1] * 9000}, GREEDY, "shorten the prompt"),
         (QUESTION, SamplingParams(max_tokens=5000), "lower max_tokens or raise kv_cache_tokens"),
         (QUESTION, [GREEDY, GREEDY], "1 prompts came with 2"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dspark import LLM, DSparkError, SamplingParams
+from dspark.drafters.registry import shipped_drafters
 from dspark.schedule.auto import AutoScheduler
 from dspark.target.zoo import known_models
 
@@ -44,6 +45,25 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded():
     ):
         with pytest.raises(DSparkError, match=message):
             LLM(speculative_config=config)
+
+
+def test_a_drafter_named_without_its_method_is_calibrated_too(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(TABLE))
+    config = {
+        "model": str(next(iter(shipped_drafters().values()))),
+        "policy": "prefix",
+        "cost_table": str(path),
+    }
+    assert LLM(speculative_config=config, kv_cache_tokens=512).engine.calibrate is not None
+
+
+def test_calibration_without_confidences_is_refused(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(TABLE))
+    config = {"method": "ngram", "policy": "prefix", "cost_table": str(path), "calibration": str(path)}
+    with pytest.raises(DSparkError, match="ngram has no confidences"):
+        LLM(speculative_config=config, kv_cache_tokens=512)
 
 
 def test_a_calibration_is_served_to_its_own_drafter_only(tmp_path):

@@ -435,3 +435,17 @@ def test_constraint_gives_a_forbidden_draft_probability_zero():
     assert p[0, 2] > 0
     assert p[1, 4] == 0
     assert constraint.history == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logit_bias": {3: 1e39}},
+        {"logit_bias": {3: -2e5}},
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 1e9},
+    ],
+)
+def test_what_float32_cannot_hold_is_refused(wrong):
+    with pytest.raises(DSparkError, match=next(iter(wrong))):
+        SamplingParams(**wrong)

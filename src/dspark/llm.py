@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from dspark.calibrate.formats import CALIBRATION_FILE, load_calibration
 from dspark.calibrate.jobs import drafter_directory, weights_identity
 from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
-from dspark.drafters.registry import build_drafter
+from dspark.drafters.registry import build_drafter, method_of
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.rehearsal import rehearse
@@ -97,6 +98,7 @@ class LLM:
         policy = build_policy(schedule, block.length, prices, report)
         calibrate = _calibration(schedule, drafting, loaded.decoder.identity, block.length)
         self._inbox: dict[str, list[StepEvent]] = {}
+        self._turn = threading.RLock()  # whoever changes the engine or an inbox has it
         self.engine = Engine(loaded.decoder, drafter, policy, loaded.tokenizer, config, calibrate=calibrate)
 
     def generate(
@@ -111,7 +113,8 @@ class LLM:
         is taken as it is. `on_event` sees every step's events (for progress).
         """
         inputs = [self.encode(prompt) for prompt in _as_list(prompts)]
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(inputs)
+        several = isinstance(params, Sequence) and not isinstance(params, str)
+        each = list(params) if several else [params or SamplingParams()] * len(inputs)  # type: ignore[arg-type]
         if len(each) != len(inputs):
             raise DSparkError(
                 f"{len(inputs)} prompts came with {len(each)} sampling parameters; give one, or one each"
@@ -122,8 +125,7 @@ class LLM:
             for prompt, p in zip(inputs, each, strict=True):
                 ids.append(self._add(prompt, p))
             while missing := [i for i in ids if i not in outputs]:
-                self._check_alive(missing[0])
-                self._pump()
+                self._step(missing[0])
                 for event in [e for i in ids for e in self._take(i)]:
                     if event.output is not None:
                         outputs[event.request_id] = event.output
@@ -134,49 +136,59 @@ class LLM:
         return [outputs[i] for i in ids]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepEvent]:
-        """Events of one prompt as they happen; closing the iterator aborts the request.
+        """Events of one prompt as they happen; closing or dropping the iterator aborts the request.
 
         Several streams may be read in turn: each gets its own events.
         """
-        return self._events(self._add(self.encode(prompt), params or SamplingParams()))
+        events = self._events(self._add(self.encode(prompt), params or SamplingParams()))
+        next(events)  # into its `try`: from now on it cleans up, read or not
+        return events
 
     def _events(self, request_id: str) -> Iterator[StepEvent]:
         try:
+            yield StepEvent(request_id, [], [], "")  # nobody sees it
             while True:
                 for event in self._take(request_id):
                     yield event
                     if event.output is not None:
                         return
-                self._check_alive(request_id)
-                self._pump()
+                self._step(request_id)
         finally:
             self._leave([request_id])
 
     def _add(self, prompt: list[int], params: SamplingParams) -> str:
-        request_id = self.engine.add(prompt, params)
-        self._inbox[request_id] = []
+        if not isinstance(params, SamplingParams):
+            raise DSparkError(f"sampling parameters must be SamplingParams(...), got {params!r:.60}")
+        with self._turn:
+            request_id = self.engine.add(prompt, params)
+            self._inbox[request_id] = []
         return request_id
 
-    def _pump(self) -> None:
-        """One engine step; every caller finds its events in its own inbox."""
-        for event in self.engine.step():
-            if event.request_id in self._inbox:
-                self._inbox[event.request_id].append(event)
+    def _step(self, awaited: str) -> None:
+        """One engine step, if nothing has come for the awaited request; all find their events in their own inboxes.
+
+        Threads take turns, and whoever has the turn works for all of them.
+        """
+        with self._turn:
+            if self._inbox[awaited]:
+                return
+            if awaited not in self.engine and not self.engine.has_unfinished:  # waiting would never end
+                raise DSparkError(f"{awaited} was aborted while its output was awaited")
+            for event in self.engine.step():
+                if event.request_id in self._inbox:
+                    self._inbox[event.request_id].append(event)
 
     def _take(self, request_id: str) -> list[StepEvent]:
-        events, self._inbox[request_id] = self._inbox[request_id], []
+        with self._turn:
+            events, self._inbox[request_id] = self._inbox[request_id], []
         return events
-
-    def _check_alive(self, request_id: str) -> None:
-        """Waiting for a request that somebody else ended would never end."""
-        if request_id not in self.engine and not self._inbox[request_id] and not self.engine.has_unfinished:
-            raise DSparkError(f"{request_id} was aborted while its output was awaited")
 
     def _leave(self, ids: Sequence[str]) -> None:
         """Abort what still runs and forget the inboxes: nothing runs on without a reader."""
-        for request_id in ids:
-            self.engine.abort(request_id)
-            self._inbox.pop(request_id, None)
+        with self._turn:
+            for request_id in ids:
+                self.engine.abort(request_id)
+                self._inbox.pop(request_id, None)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, as `generate` takes it.
@@ -213,8 +225,11 @@ def _calibration(
     given, config = schedule.calibration, drafting or {}
     if callable(given):
         return given
-    if given == "off" or (given is None and (schedule.policy == "fixed" or config.get("method") != "dspark")):
+    method = method_of(config)
+    if given == "off" or (given is None and (schedule.policy == "fixed" or method != "dspark")):
         return None
+    if method in ("none", "ngram"):
+        raise DSparkError(f"the method {method} has no confidences to calibrate: leave calibration out")
     directory = drafter_directory(config.get("model"), target_identity)
     path = directory / CALIBRATION_FILE if given is None else Path(given)
     if given is None and not path.is_file():
@@ -242,7 +257,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise DSparkError(
-            f"prompts must be text, messages, token ids or a list of these, got {prompts!r:.60}"
+            'prompts must be text, messages, {"prompt_token_ids": [...]} or a list of these, '
+            f"got {prompts!r:.60}"
         )
     items = list(prompts)
     if items and all(isinstance(m, Mapping) and "role" in m for m in items):

@@ -12,11 +12,12 @@ from dspark.errors import DSparkError
 
 __all__ = ["SamplingParams"]
 
+_MOST_BIAS = 1e5
 _REALS = {  # name -> lowest, highest, and what the range is called
     "temperature": (0, math.inf, "0 (greedy) or more"),
     "top_p": (0, 1, "in (0, 1]"),
     "min_p": (0, 1, "in [0, 1]"),
-    "repetition_penalty": (0, math.inf, "above 0"),
+    "repetition_penalty": (1e-3, 1e3, "in [0.001, 1000]"),
     "presence_penalty": (-2, 2, "in [-2, 2]"),
     "frequency_penalty": (-2, 2, "in [-2, 2]"),
 }
@@ -133,4 +134,8 @@ def _bias(bias: Any) -> dict[int, float] | None:
     good = isinstance(bias, Mapping) and all(_is_whole(t) and t >= 0 and _is_real(b) for t, b in bias.items())
     if not good:
         raise DSparkError(f"logit_bias must map token ids to finite numbers, got {bias!r}")
+    if beyond := [
+        b for b in bias.values() if abs(b) > _MOST_BIAS
+    ]:  # sums that float32 cannot hold are no logits
+        raise DSparkError(f"logit_bias must lie between -{_MOST_BIAS:g} and {_MOST_BIAS:g}, got {beyond[0]}")
     return {int(t): float(b) for t, b in bias.items()}

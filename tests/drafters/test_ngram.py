@@ -26,6 +26,12 @@ def brute_force(tokens, wanted, largest, smallest):
     return []
 
 
+def test_sizes_longer_than_any_text_cost_nothing():
+    """With a largest size of a billion billions, every size that fits, and no more, is looked at."""
+    tokens = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
+    assert propose(NgramDrafter(2, 10**18, 2), tokens, 2) == brute_force(tokens, 2, len(tokens), 2)
+
+
 def test_copies_what_followed_the_latest_occurrence():
     drafter = NgramDrafter(4, 3, 1)
     assert propose(drafter, [1, 2, 3, 9, 1, 2, 3, 8, 7, 1, 2, 3], 4) == [8, 7, 1, 2]

@@ -65,6 +65,10 @@ def test_bad_input_is_one_line(config, tmp_path):
         (["init_from=/none"], "init_from /none does not exist"),
         (["taps=[0, 9]"], "taps"),
         (["target=none"], "no model 'none'"),
+        (["eval_every=0"], "eval_every must be 1 or more"),
+        (["held_out=2.0"], r"held_out must lie in \[0, 1\]"),
+        (["lr=-1.0"], "lr must be above 0"),
+        (["markov_rank=-1"], "markov_rank must be 0 or more"),
     ):
         with pytest.raises(DSparkError, match=message) as error:
             build(config, *overrides)[0].train_step()

@@ -151,6 +151,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.diagram is not None and not args.diagram.endswith(".svg"):
         raise DSparkError(f"--diagram writes an .svg file, not {args.diagram!r}")
     for path in (args.out, args.rounds, args.diagram):
+        if path is not None and Path(path).is_dir():
+            raise DSparkError(f"{path} is a directory: name a file in it")
         if path is not None and not Path(path).parent.is_dir():
             raise DSparkError(f"no directory {str(Path(path).parent)!r} for {path!r}: create it first")
     if not 0 < args.held_out < 1:

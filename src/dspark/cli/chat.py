@@ -14,6 +14,7 @@ from dspark.cli.options import (
     add_model_options,
     add_sampling_options,
     add_schedule_options,
+    check_schedule_options,
     load_llm,
     sampling_params,
     schedule_config,
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Read, answer, repeat, until Ctrl-D or /exit."""
     params = sampling_params(args)
     config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
+    check_schedule_options(args)
     config |= schedule_config(args, args.method)
     conversation = Conversation(load_llm(args, config, max_num_seqs=1), params, args.system)
     _note(COMMANDS)

@@ -10,6 +10,7 @@ from dspark.cli.options import (
     add_model_options,
     add_sampling_options,
     add_schedule_options,
+    check_schedule_options,
     load_llm,
     sampling_params,
     schedule_config,
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     with nothing_collected():
         params = sampling_params(args)
         config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
+        check_schedule_options(args)
         config |= schedule_config(args, args.method)
         _check(args)
         prompt = _prompt(args)

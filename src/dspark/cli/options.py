@@ -19,6 +19,7 @@ __all__ = [
     "add_model_options",
     "add_sampling_options",
     "add_schedule_options",
+    "check_schedule_options",
     "load_llm",
     "sampling_params",
     "schedule_config",
@@ -56,7 +57,7 @@ def add_model_options(
         metavar="N",
         help="drafts a round at most; default: the drafter's block",
     )
-    group.add_argument("--device", default="cpu", help="cpu, cuda, mps (%(default)s)")
+    group.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     group.add_argument(
         "--threads", type=int, metavar="N", help="CPU threads; on a busy machine no more than cores are free"
     )
@@ -97,6 +98,17 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         default="ratio",
         help="ratio accepts more; shared_noise gives one text a seed, whatever drafts (%(default)s)",
     )
+
+
+def check_schedule_options(args: argparse.Namespace) -> None:
+    """Refuse what `add_schedule_options` offers where nobody drafts."""
+    from dspark.core import DSparkError
+
+    options = {"policy": "fixed", "threshold": None, "cost_table": None, "calibration": None}
+    given = [name for name, default in options.items() if getattr(args, name) != default]
+    if args.method == "none" and given:
+        name = given[0].replace("_", "-")
+        raise DSparkError(f"--{name} is of no use with --method none: leave it out, or choose a method")
 
 
 def schedule_config(args: argparse.Namespace, method: str, policy: str | None = None) -> dict[str, Any]:

@@ -25,18 +25,16 @@ class NgramIndex:
 
     def extend(self, tokens: list[int]) -> None:
         for end in range(self.known + 1, len(tokens)):
-            for n in self.sizes:
-                if n <= end:
-                    self.ends[tuple(tokens[end - n : end])] = end
+            for n in range(self.sizes.start, min(self.sizes.stop, end + 1)):
+                self.ends[tuple(tokens[end - n : end])] = end
         self.known = max(self.known, len(tokens) - 1)
 
     def find(self, tokens: list[int]) -> int | None:
         """End of the latest earlier occurrence of the longest suffix that has one."""
-        for n in reversed(self.sizes):
-            if n <= len(tokens):
-                end = self.ends.get(tuple(tokens[-n:]))
-                if end is not None:
-                    return end
+        for n in reversed(range(self.sizes.start, min(self.sizes.stop, len(tokens) + 1))):
+            end = self.ends.get(tuple(tokens[-n:]))
+            if end is not None:
+                return end
         return None
 
 

@@ -16,7 +16,7 @@ from dspark.drafters.ngram import NgramDrafter
 from dspark.schedule.policies import FixedLength
 from dspark.target.base import Target
 
-__all__ = ["build_drafter", "shipped_drafters"]
+__all__ = ["build_drafter", "method_of", "shipped_drafters"]
 
 _KEYS = {
     "method",
@@ -41,6 +41,11 @@ def shipped_drafters() -> dict[str, Path]:
     )
 
 
+def method_of(config: Mapping[str, Any]) -> Any:
+    """The method that a speculative_config asks for: one that names a checkpoint alone asks for DSpark."""
+    return config.get("method") or ("dspark" if "model" in config else None)
+
+
 def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Drafter | None, FixedLength]:
     """The drafter that `config` asks for, and its block as the fixed policy. Keys are vLLM's speculative_config keys;
     those about scheduling are `schedule.settings`' and must be taken out before.
@@ -54,10 +59,10 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
         raise DSparkError(
             f'speculative_config must be a mapping such as {{"method": "dspark"}}, got {config!r}'
         )
-    method = config.get("method") or ("dspark" if "model" in config else None)
+    method = method_of(config)
     if method not in METHODS:
         raise DSparkError(f"speculative method {method!r} is not known; choose from {', '.join(METHODS)}")
-    unknown = sorted(set(config) - _KEYS_OF[method])
+    unknown = sorted(set(config) - _KEYS_OF[method], key=str)
     if unknown:
         raise DSparkError(
             f"speculative_config key {unknown[0]!r} is not supported for method {method}; "

@@ -56,6 +56,8 @@ class PassReplay:
         if not compiled:
             self.decoder._compiled = None
         try:
+            for _ in range(WARM_UP):
+                self.decoder.forward(self.batch, self.pool, self.taps)
             return seconds(lambda: self.decoder.forward(self.batch, self.pool, self.taps), clock)
         finally:
             self.decoder._compiled = before

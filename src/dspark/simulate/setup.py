@@ -54,6 +54,8 @@ class Setup:
         Raises:
             DSparkError: whatever the settings are refused for.
         """
+        if args.seed < 0:
+            raise DSparkError(f"--seed must be 0 or more, got {args.seed}")
         if args.seeds < 1 or not 0.5 <= args.confidence < 1:
             raise DSparkError("--seeds must be 1 or more, and --confidence at least 0.5 and below 1")
         quality = Confidence(args.confidence_noise, args.confidence_scale, available=not args.no_confidence)
@@ -70,7 +72,7 @@ class Setup:
             {name: policy_factory(name, drafts.gamma, beliefs.cost) for name in args.policies.split(",")},
             Mix.parse(args.mix or ",".join(drafts.domain_names), *lengths),
             Limits(
-                max_num_seqs=args.max_num_seqs or DEFAULT_SEQS,
+                max_num_seqs=DEFAULT_SEQS if args.max_num_seqs is None else args.max_num_seqs,
                 max_num_batched_tokens=args.max_num_batched_tokens,
                 kv_cache_tokens=args.kv_cache_tokens,
                 max_model_len=args.max_model_len,

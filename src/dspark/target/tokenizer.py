@@ -67,7 +67,17 @@ class Tokenizer:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text`. Special tokens in it are parsed; `add_special_tokens` puts the model's around it."""
+        """Ids of `text`. Special tokens in it are parsed; `add_special_tokens` puts the model's around it.
+
+        Raises:
+            DSparkError: half a character (a lone surrogate), as bytes that are no UTF-8 leave behind.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DSparkError(
+                f"the text is not valid Unicode at character {error.start}: convert it first"
+            ) from None
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -96,11 +96,25 @@ class TrainConfig:
             "sequences_per_step",
             "anchors_per_sequence",
             "accumulate",
+            "max_length",
+            "draft_vocab_size",
+            "num_speculative_tokens",
+            "eval_every",
+            "save_every",
+            "threads",
         )
         for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DSparkError(f"training option {name} must be 1 or more, got {value}")
+        for name in ("lr", "max_grad_norm", "decay"):
+            if getattr(self, name) <= 0:
+                raise DSparkError(f"training option {name} must be above 0, got {getattr(self, name)}")
+        for name in ("held_out", "warmup", "min_lr_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise DSparkError(f"training option {name} must lie in [0, 1], got {getattr(self, name)}")
+        if self.markov_rank < 0:
+            raise DSparkError(f"training option markov_rank must be 0 or more, got {self.markov_rank}")
         if self.accumulate > self.sequences_per_step:
             raise DSparkError(
                 f"training option accumulate must be at most sequences_per_step ({self.sequences_per_step}), "
@@ -118,7 +132,7 @@ class TrainConfig:
             values = tomllib.loads(path.read_text("utf-8"))
         except OSError as error:
             raise DSparkError(f"cannot read training config {path}: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise DSparkError(f"{path} is not valid TOML: {error}") from error
         for item in overrides:
             key, separator, text = item.partition("=")
