@@ -181,6 +181,8 @@ def read_steps(path: str | Path) -> StepRecords:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
+        if not rows:
+            raise DSparkError(f"{path} holds no step records: record some first")
         return _records(rows)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
         raise DSparkError(f"cannot read the step records of {path}: {error}") from None

@@ -82,10 +82,6 @@ class Server:
             )
 
     @property
-    def num_running(self) -> int:
-        return self._n
-
-    @property
     def busy(self) -> bool:
         return bool(self._n or self.waiting)
 
