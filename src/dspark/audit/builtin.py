@@ -114,7 +114,9 @@ def load_policy(path: str) -> Policy:
     """
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
-        raise DSparkError(f"{path!r} is no import path: write module:factory, or add --engine to name one that ships")
+        raise DSparkError(
+            f"{path!r} is no import path: write module:factory, or add --engine to name one that ships"
+        )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
