@@ -113,8 +113,11 @@ class LLM:
         is taken as it is. `on_event` sees every step's events (for progress).
         """
         inputs = [self.encode(prompt) for prompt in _as_list(prompts)]
-        several = isinstance(params, Sequence) and not isinstance(params, str)
-        each = list(params) if several else [params or SamplingParams()] * len(inputs)  # type: ignore[arg-type]
+        each: list[SamplingParams]
+        if isinstance(params, Sequence) and not isinstance(params, str):
+            each = list(params)
+        else:
+            each = [params or SamplingParams()] * len(inputs)
         if len(each) != len(inputs):
             raise DSparkError(
                 f"{len(inputs)} prompts came with {len(each)} sampling parameters; give one, or one each"
