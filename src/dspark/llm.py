@@ -34,7 +34,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 
 class LLM:
-    """A target model with an optional drafter.
+    """A target model with an optional drafter. Several threads may use it: their requests run in one batch.
 
     >>> llm = LLM("smollm2-135m", speculative_config={"method": "dspark"})
     >>> llm.generate([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=64))
