@@ -114,15 +114,21 @@ def test_more_time_gives_more_samples(target):
     assert count(100.0) == 6 * count(0.0)
 
 
-def test_a_profile_is_kept_and_belongs_to_what_it_was_measured_with(target, tmp_path, monkeypatch):
-    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """What was measured, by numbers made up; profiles are kept in `tmp_path`."""
     calls = []
 
     def fake(target, drafter, gamma, max_num_seqs, settings):
         calls.append(gamma)
         return [Sample("step", 1, n, 64, 0.02 + 0.01 * n) for n in (1, 2, 4 * max_num_seqs)]
 
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
     monkeypatch.setattr("dspark.profile.store.measure_profile", fake)
+    return calls
+
+
+def test_a_profile_is_kept_and_belongs_to_what_it_was_measured_with(target, tmp_path, calls):
     said = []
     first = ensure_profile(target, None, 3, report=said.append)
     assert ensure_profile(target, None, 3, report=said.append) == first
@@ -147,15 +153,7 @@ def test_a_profile_is_kept_and_belongs_to_what_it_was_measured_with(target, tmp_
         assert len(calls) == measured
 
 
-def test_a_profile_of_another_version_is_measured_anew(target, tmp_path, monkeypatch):
-    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
-    calls = []
-
-    def fake(target, drafter, gamma, max_num_seqs, settings):
-        calls.append(gamma)
-        return [Sample("step", 1, n, 64, 0.02 + 0.01 * n) for n in (1, 2, 4 * max_num_seqs)]
-
-    monkeypatch.setattr("dspark.profile.store.measure_profile", fake)
+def test_a_profile_of_another_version_is_measured_anew(target, tmp_path, calls):
     ensure_profile(target, None, 3)
     (path,) = (tmp_path / "profiles").iterdir()
     path.write_text(path.read_text().replace('"dspark_version": "', '"dspark_version": "0.'))
