@@ -95,8 +95,8 @@ class LLM:
                 return read_cost_table(Path(schedule.cost_table), belongs_to, report)
             return ensure_profile(loaded.decoder, drafter, block.length, max_num_seqs, report).cost()
 
-        policy = build_policy(schedule, block.length, prices, report)
-        calibrate = _calibration(schedule, drafting, loaded.decoder.identity, block.length)
+        calibrate, acceptance = _calibration(schedule, drafting, loaded.decoder.identity, block.length)
+        policy = build_policy(schedule, block.length, prices, report, acceptance)
         self._inbox: dict[str, list[StepEvent]] = {}
         self._turn = threading.RLock()  # whoever changes the engine or an inbox has it
         self.engine = Engine(loaded.decoder, drafter, policy, loaded.tokenizer, config, calibrate=calibrate)
@@ -220,26 +220,27 @@ class LLM:
 
 def _calibration(
     schedule: ScheduleSettings, drafting: Mapping[str, Any] | None, target_identity: str, gamma: int
-) -> Calibrate | None:
-    """What turns confidence logits into probabilities: a function as given, or read from a file that fits.
+) -> tuple[Calibrate | None, tuple[float, ...]]:
+    """What turns confidence logits into probabilities: a function as given, or read from a file that fits; and what it
+    says of acceptance, if anything.
 
     Without either, the file beside the drafter's weights, for policies that read confidences.
     """
     given, config = schedule.calibration, drafting or {}
     if callable(given):
-        return given
+        return given, ()
     method = method_of(config)
     if given == "off" or (given is None and (schedule.policy == "fixed" or method != "dspark")):
-        return None
+        return None, ()
     if method in ("none", "ngram"):
         raise DSparkError(f"the method {method} has no confidences to calibrate: leave calibration out")
     directory = drafter_directory(config.get("model"), target_identity)
     path = directory / CALIBRATION_FILE if given is None else Path(given)
     if given is None and not path.is_file():
-        return None
+        return None, ()
     calibration = load_calibration(path)
     calibration.check_fits(weights_identity(directory), target_identity, gamma)
-    return calibration.conditional
+    return calibration.conditional, calibration.acceptance
 
 
 def _check_device(device: str) -> None:

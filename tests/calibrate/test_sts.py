@@ -10,6 +10,7 @@ import pytest
 from synthetic import synthetic_rounds
 
 from dspark.calibrate import Bins, Calibration, Rounds, evaluate, fit, identity_calibration, with_results
+from dspark.calibrate.fit import mean_acceptance
 from dspark.calibrate.metrics import expected_calibration_error
 from dspark.calibrate.report import ENOUGH_ROUNDS
 from dspark.calibrate.sts import HIGHEST, at_the_edge, fit_sts
@@ -31,6 +32,16 @@ def slot_errors(rounds: Rounds, calibration: Calibration, labels: np.ndarray, bi
 def test_known_temperatures_come_back(kind, ragged):
     found = fit(synthetic_rounds(TRUE, ragged=ragged), Bins(15, kind)).temperatures
     assert found == pytest.approx(TRUE, rel=0.03)
+
+
+def test_mean_acceptance_is_of_drafts_that_were_reached_and_seen():
+    survival = np.array([[0.5, 0.25], [1.0, 0.5], [0.5, 0.0]])
+    observed = np.array([[True, True], [True, True], [True, False]])
+    assert mean_acceptance(survival, observed) == pytest.approx((2 / 3, 0.75 / 1.5))
+    found = fit(synthetic_rounds(TRUE), Bins()).acceptance
+    rounds = synthetic_rounds(TRUE)
+    expected = rounds.expected_survival
+    assert found[0] == pytest.approx(expected[:, 0].mean())
 
 
 def test_outcomes_alone_give_them_too_with_more_noise():

@@ -74,6 +74,22 @@ def test_requests_get_a_price_where_they_have_one():
     )
 
 
+def test_what_a_draft_does_to_the_pass_behind_it_is_part_of_its_price():
+    """Passes behind drafts take 3 ms longer than alone; where they take less, there is no bonus."""
+    for late, expected in ((3e-3, 3e-3), (-1e-3, 0.0)):
+        behind = [
+            Sample("behind", r, n, 64, price("step", r, n, 64) + late)
+            for r, n in ((1, 2), (1, 8))
+            for _ in "123"
+        ]
+        cost = fit_cost(samples() + behind)
+        assert cost.draft.displacement == cost.displacement == pytest.approx(expected)
+        assert float(cost.draft_seconds(3, 9)) == pytest.approx(4e-3 + 15e-4 + 9 * 3e-4 + expected, rel=1e-6)
+        assert cost.draft_price(3, 9) == pytest.approx(float(cost.draft_seconds(3, 9)))
+        assert float(cost.draft_seconds(0, 0)) == cost.draft_price(0, 0) == 0
+        assert cost.draft_terms[0] == pytest.approx(4e-3 + expected, rel=1e-6)
+
+
 def test_noise_is_pooled_and_outliers_do_not_count():
     noisy = samples(noise=0.05, repeats=9)
     assert pooled_noise(noisy) == pytest.approx(0.05, rel=0.35)

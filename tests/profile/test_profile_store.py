@@ -37,12 +37,14 @@ class Priced:
 
     def __init__(self, target, clock):
         self._target, self._clock = target, clock
+        self.late = 0.0  # of the next pass alone
 
     def __getattr__(self, name):
         return getattr(self._target, name)
 
     def forward(self, batch, pool, taps=()):
-        self._clock.now += 0.02 + 0.002 * batch.num_rows + 1e-5 * float(batch.context_lens.sum())
+        late, self.late = self.late, 0.0
+        self._clock.now += late + 0.02 + 0.002 * batch.num_rows + 1e-5 * float(batch.context_lens.sum())
         return self._target.forward(batch, pool, taps)
 
 
@@ -83,6 +85,22 @@ def test_the_engine_s_parts_are_timed(measured, target):
     assert float(cost.draft_seconds(2, 6)) == pytest.approx(0.003 + 0.0004 * 6, rel=1e-6)
     assert len({s.context for s in measured if s.kind == "step"}) == 3
     assert max(s.rows for s in measured if s.kind == "step") == 12
+
+
+def test_a_pass_behind_a_draft_is_timed_as_such(target):
+    """Passes alone are timed behind passes alone; the one right behind a draft is late by 4 ms here."""
+    clock = Clock()
+    priced = Priced(target, clock)
+
+    class Displacing(PricedDrafter):
+        def propose(self, batch):
+            priced.late = 0.004
+            return super().propose(batch)
+
+    drafter = Displacing(tiny_drafter(target, "dspark", "vanilla", 3, None), clock)
+    cost = Profile({}, tuple(measure_profile(priced, drafter, 3, 16, SETTINGS, clock))).cost()
+    assert cost.displacement == pytest.approx(0.004)
+    assert float(cost.step_seconds(1, 1, 4)) == pytest.approx(0.02 + 0.002 + 4e-5)
 
 
 def test_upkeep_in_every_round_is_part_of_the_pass(target):
@@ -191,8 +209,8 @@ def test_foreign_damaged_and_suspicious_tables(measured, target, tmp_path):
         ("[1]", "JSON object"),
         ("{", "cannot read"),
         ('{"a": 1}', "missing"),
-        ('{"format": "dspark-cost-profile", "format_version": 9}', "version 1"),
-        ('{"format": "dspark-cost-profile", "format_version": 1, "samples": [1]}', "damaged"),
+        ('{"format": "dspark-cost-profile", "format_version": 9}', "version 2"),
+        ('{"format": "dspark-cost-profile", "format_version": 2, "samples": [1]}', "damaged"),
     ):
         path.write_text(text)
         with pytest.raises(DSparkError, match=message):

@@ -6,6 +6,7 @@ import pytest
 from dspark.core import DSparkError
 from dspark.schedule.aim import AimConfig, Realised
 from dspark.schedule.cost import DraftCost, TableCost
+from dspark.schedule.feedback import LiveCost
 from dspark.schedule.history import AcceptanceHistory, RequestTable
 from dspark.schedule.loops import usable
 from dspark.schedule.policies import GlobalScheduler, LaggedScheduler, PrefixScheduler, ScheduleState
@@ -351,6 +352,8 @@ def test_settings_that_would_stay_off_for_ever_are_refused():
         {"hope": 1.0},
         {"memory": 0.0},
         {"doubt": -1.0},
+        {"pause_after": 0},
+        {"pause_rounds": -1},
     ):
         with pytest.raises(DSparkError):
             AimConfig(**bad)
@@ -426,7 +429,55 @@ def test_where_no_draft_could_pay_nobody_follows():
         assert not policy.draft_lengths(state).any()
         rests.append(policy.rests(40))
         policy.observe(state, None, nothing, nothing, nothing)
-    assert np.mean(np.array(rests) > 0) > 0.5
+    assert np.mean(np.array(rests) > 0) > 0.9, "a trial that could not pay at best makes the wait longer, too"
+
+
+def test_drafting_that_pays_pauses_where_prices_are_learned():
+    """Behind the first trial, and then behind every `pause_after` drafted rounds; where nobody listens, never."""
+    config = AimConfig(pause_after=20, pause_rounds=3)
+    drafts, _ = simulate(PrefixScheduler(7, LiveCost(COST), aim=config), 0.9, 80)
+    pauses = np.flatnonzero(drafts[:, 0] == 0)
+    assert pauses.tolist() == [8, 9, 10, 31, 32, 33, 54, 55, 56, 77, 78, 79]
+    for policy in (
+        PrefixScheduler(7, COST, aim=config),
+        PrefixScheduler(7, LiveCost(COST), aim=AimConfig(pause_rounds=0)),
+    ):
+        drafts, _ = simulate(policy, 0.9, 80)
+        assert (drafts[:, 0] > 0).all()
+
+
+def test_a_pause_is_followed_but_a_rest_is_not():
+    policy = PrefixScheduler(7, LiveCost(COST), aim=AimConfig(pause_after=20, pause_rounds=40))
+    simulate(policy, 0.9, 9)
+    assert policy.aim.gate(1).pausing
+    assert policy.rests(1) == 0
+
+
+def test_while_drafting_is_off_some_rounds_are_listened_to():
+    policy = PrefixScheduler(7, LiveCost(COST), aim=AimConfig(pause_rounds=4, retry_after=1024))
+    simulate(policy, 0.05, 60)
+    gate, heard = policy.aim.gate(1), []
+    assert not gate.on
+    for _ in range(32):
+        simulate(policy, 0.05, 1)
+        heard.append(not gate.deaf)
+    assert sum(heard) == 4
+
+
+def test_known_acceptance_spares_a_trial_that_it_speaks_against():
+    for known, tried in ((0.05, False), (0.9, True)):
+        policy = PrefixScheduler(7, CHEAP, aim=AimConfig(acceptance=(known,) * 7))
+        drafts, _ = simulate(policy, 0.9, 64)
+        assert drafts.any() == tried
+    with pytest.raises(DSparkError, match="known of 2 slots, drafts have 7"):
+        PrefixScheduler(7, CHEAP, aim=AimConfig(acceptance=(0.5, 0.5)))
+
+
+def test_known_acceptance_is_what_history_starts_from():
+    history = AcceptanceHistory(2, prior=0.6, known=(0.8, 0.5, 0.1))
+    assert history.conditional() == pytest.approx([0.8, 0.5])
+    history = AcceptanceHistory(2, prior=0.6)
+    assert history.conditional() == pytest.approx([0.6, 0.6])
 
 
 def test_asking_changes_nothing():

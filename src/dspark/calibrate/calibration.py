@@ -34,6 +34,7 @@ class Calibration:
     """Temperatures of gamma slots, and what they were fitted to: they hold for that and nothing else.
 
     `offsets` [gamma], in logits, are added after the division; without any the calibration is the paper's.
+    `acceptance` [gamma]: mean conditional acceptance of the rounds it was fitted to, a policy's first guess.
     `ece_...` are held-out expected calibration errors of prefix survival, one a slot; `ece_floor` is what a
     perfectly calibrated predictor would show with as many rounds. Unknown facts are empty or 0.
 
@@ -62,6 +63,7 @@ class Calibration:
     versions: tuple[str, ...] = ()
     created: str = ""
     offsets: tuple[float, ...] = ()  # [gamma] or none
+    acceptance: tuple[float, ...] = ()  # [gamma] or none
 
     def __post_init__(self) -> None:
         check_fields(self, "the calibration's")
@@ -70,7 +72,9 @@ class Calibration:
         for k, t in enumerate(self.temperatures):
             if not (t > 0 and math.isfinite(t)):
                 raise DSparkError(f"the calibration's temperatures must be above 0, slot {k + 1} has {t}")
-        for name in ("ece_before", "ece_after", "ece_floor", "offsets"):
+        if not all(0 <= c <= 1 for c in self.acceptance):
+            raise DSparkError(f"the calibration's acceptance must lie between 0 and 1, got {self.acceptance}")
+        for name in ("ece_before", "ece_after", "ece_floor", "offsets", "acceptance"):
             values = getattr(self, name)
             if values and len(values) != self.gamma:
                 raise DSparkError(

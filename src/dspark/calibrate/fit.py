@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
 from dspark.calibrate.calibration import Calibration
 from dspark.calibrate.metrics import Bins
 from dspark.calibrate.report import Evaluation, evaluate
@@ -34,6 +36,7 @@ def fit(rounds: Rounds, bins: Bins, labels: Labels = "expected", offsets: bool =
     return Calibration(
         temperatures=temperatures,
         offsets=shifts,
+        acceptance=mean_acceptance(survival, rounds.observed),
         acceptance_rule=source.acceptance_rule,
         sampling_temperatures=tuple(sorted({a.temperature for a in rounds.answers})),
         target=source.target,
@@ -46,6 +49,13 @@ def fit(rounds: Rounds, bins: Bins, labels: Labels = "expected", offsets: bool =
         bins=bins.count,
         binning=bins.kind,
     )
+
+
+def mean_acceptance(survival: np.ndarray, observed: np.ndarray) -> tuple[float, ...]:
+    """Mean conditional acceptance by slot of [n, gamma] prefix survivals, of those `observed`; 0 where none was."""
+    before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
+    reached, passed = (before * observed).sum(0), (survival * observed).sum(0)
+    return tuple((passed / np.maximum(reached, 1e-9)).tolist())
 
 
 def offsets_hint(rounds: Rounds, evaluation: Evaluation) -> str | None:

@@ -127,8 +127,9 @@ def save_calibration(path: Path, calibration: Calibration, format: str = "dspark
 
 def _own_table(calibration: Calibration) -> dict[str, Any]:
     values = dataclasses.asdict(calibration)
-    if not calibration.offsets:
-        del values["offsets"]
+    for name in ("offsets", "acceptance"):
+        if not values[name]:
+            del values[name]
     version = _WITH_OFFSETS if calibration.offsets else _PLAIN
     return {"format": _NAME, "format_version": version, **values}
 

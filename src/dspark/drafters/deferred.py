@@ -16,7 +16,7 @@ from dspark.drafters.base import ObserveBatch
 
 __all__ = ["DeferredRows"]
 
-MOST_ROWS = 512  # kept: their taps are memory
+MOST_ROWS = 2048  # kept: their taps are memory
 
 
 class DeferredRows:

@@ -14,7 +14,7 @@ from dspark.schedule.cost import AdditiveCost, ContextCost, DraftCost, TableCost
 
 __all__ = ["Sample", "fit_cost", "isotonic", "pooled_noise"]
 
-Kind = Literal["step", "draft", "upkeep"]
+Kind = Literal["step", "draft", "behind", "upkeep"]
 REQUESTS_MATTER = 0.02  # of the price of a pass: a smaller effect of the number of requests is left out
 SIGMA_OF_MAD = 1.4826
 
@@ -22,8 +22,9 @@ SIGMA_OF_MAD = 1.4826
 class Sample(NamedTuple):
     """One timed call.
 
-    `rows`: query tokens of a "step" (the target's pass and judgement), drafts of a "draft" (`Drafter.propose`),
-    committed rows of an "upkeep" (`Drafter.observe`). `context`: cached positions of *each* request.
+    `rows`: query tokens of a "step" (the target's pass and judgement, behind others alone), or of one "behind" a draft
+    of all its rows; drafts of a "draft" (`Drafter.propose`); committed rows of an "upkeep" (`Drafter.observe`).
+    `context`: cached positions of *each* request.
     """
 
     kind: Kind
@@ -85,7 +86,7 @@ def fit_cost(samples: Sequence[Sample]) -> TableCost | AdditiveCost:
     sizes = sorted({n for _, n in base})
     at_one = [np.median([t - per_request * (r - 1) for (r, m), t in base.items() if m == n]) for n in sizes]
     seconds = tuple((isotonic(at_one) + first).tolist())
-    draft, context = _draft(table, further), _context(steps, shortest)
+    draft, context = _draft(table, further, _displacement(table)), _context(steps, shortest)
     if seconds[-1] <= seconds[0] * (1 + pooled_noise(samples)):
         raise DSparkError(
             f"the profile is flat: {sizes[-1]} rows cost no more than {sizes[0]} beyond noise; measure again on a "
@@ -122,12 +123,23 @@ def _upkeep(table: dict[Probe, float]) -> tuple[float, float]:
     return base + each, each
 
 
-def _draft(table: dict[Probe, float], upkeep: float) -> DraftCost:
+def _displacement(table: dict[Probe, float]) -> float:
+    """Seconds that a pass takes longer behind a draft: a constant, fitted with the weights of relative noise."""
+    pairs = [
+        (t - table["step", *shape], t)
+        for (kind, *shape), t in table.items()
+        if kind == "behind" and ("step", *shape) in table
+    ]
+    weights = [t**-2 for _, t in pairs]
+    return max(0.0, float(np.average([d for d, _ in pairs], weights=weights))) if pairs else 0.0
+
+
+def _draft(table: dict[Probe, float], upkeep: float, displacement: float) -> DraftCost:
     rows = [(r, n, t) for (kind, r, n, _), t in table.items() if kind == "draft"]
     if not rows:
         return DraftCost(per_draft=upkeep)
     base, request, draft = _nonnegative([[1.0, r, n] for r, n, _ in rows], [t for _, _, t in rows])
-    return DraftCost(base, request, draft + upkeep)
+    return DraftCost(base, request, draft + upkeep, displacement)
 
 
 def _context(steps: dict[tuple[int, int, int], float], shortest: int) -> ContextCost:

@@ -24,7 +24,7 @@ from dspark.target.base import Target
 
 __all__ = ["TABLE_FORMATS", "Profile", "ensure_profile", "fingerprint", "read_cost_table", "write_cost_table"]
 
-FORMAT, FORMAT_VERSION = "dspark-cost-profile", 1
+FORMAT, FORMAT_VERSION = "dspark-cost-profile", 2
 TABLE_FORMATS = ("dspark", "sglang", "tensorrt-llm")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from dspark.errors import DSparkError
 from dspark.schedule.base import ScheduleState
 from dspark.schedule.cost import CostModel
+from dspark.schedule.feedback import LiveCost
 from dspark.schedule.gate import AimConfig, DraftGate, Realised
 from dspark.schedule.history import AcceptanceHistory
 from dspark.schedule.loops import NO_DRAFT, beyond, totals, widen
@@ -54,13 +55,15 @@ class Aim:
             raise DSparkError(f"gamma must be at least 1, got {gamma}")
         config = config or AimConfig()
         self.gamma, self.cost, self.config = gamma, cost, config
-        self.history = AcceptanceHistory(gamma, config.prior, config.weight, config.decay, remembers)
+        self.history = AcceptanceHistory(
+            gamma, config.prior, config.weight, config.decay, remembers, config.acceptance
+        )
         self._loads: dict[int, _Load] = {}
         self._confident = False
         self._wanted = False
         self._waits = False  # a trial is due, but not in the round at hand
         self._unlikely = False  # nor is it likely to pay
-        self._rounds = 0  # with drafts, at any load
+        self._rounds = _TAUGHT if config.acceptance else 0  # with drafts, at any load
         self._priced: tuple[ScheduleState, np.ndarray] | None = None  # of the round at hand
         self._reach = float(gamma)  # longest length verified lately
         self._before_widening: np.ndarray | None = None  # the expected lengths, where more was asked for
@@ -91,7 +94,7 @@ class Aim:
         if not load.gate.resting and load.gate.trying and state.query_tokens > state.num_requests:
             # Prompts in a round hide what a trial in it costs: better wait for one without, if there are such.
             self._waits = load.prompts < _PROMPTS
-        if load.gate.resting or self._waits:  # a round that is to cost nothing
+        if load.gate.resting or load.gate.pausing or self._waits:  # a round that is to cost nothing
             return np.zeros(state.num_requests, dtype=np.int64)
         room = np.minimum(state.modelled(state.room), self.gamma)
         nothing = np.zeros(len(room), dtype=np.int64)
@@ -114,7 +117,7 @@ class Aim:
             return
         if self._unlikely:
             load.gate.put_off()
-        if not (load.gate.on or self._wanted):
+        if load.gate.pausing or not (load.gate.on or self._wanted):
             load.gate.observe(False, False)
             return
         if not np.count_nonzero(state.modelled(state.room)):
@@ -206,6 +209,6 @@ class Aim:
         size = num_requests.bit_length()
         if size not in self._loads:
             memory, rounds = self.config.memory, -(-self.config.trial_rounds // max(1, 2 ** (size - 1)))
-            gate = DraftGate(self.config, max(_SHORTEST, rounds))
+            gate = DraftGate(self.config, max(_SHORTEST, rounds), isinstance(self.cost, LiveCost))
             self._loads[size] = _Load(gate, Realised(memory), Realised(memory))
         return self._loads[size]

@@ -56,25 +56,39 @@ class CostModel(Protocol):
         """Seconds of a draft, of each request in it, and of each of its tokens."""
         ...
 
+    @property
+    def displacement(self) -> float:
+        """Seconds of a draft, part of its price, that pass in the target's pass behind it."""
+        ...
+
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Seconds of a draft: base + per_request * requests drafted for + per_draft * drafts."""
+    """Seconds that a draft adds to a round: base + per_request * requests drafted for + per_draft * drafts, and
+    `displacement`, by which the target's pass takes longer behind it: the drafter's weights and activations have
+    displaced the target's in the caches."""
 
     base: float = 0.0
     per_request: float = 0.0
     per_draft: float = 0.0
+    displacement: float = 0.0
 
     def __post_init__(self) -> None:
-        refuse_negative("draft cost", (self.base, self.per_request, self.per_draft))
+        terms = self.base, self.per_request, self.per_draft, self.displacement
+        refuse_negative("draft cost", terms)
+
+    @property
+    def fixed(self) -> float:
+        """Seconds whatever is drafted."""
+        return self.base + self.displacement
 
     def seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
         drafts = np.asarray(drafts)
-        full = self.base + self.per_request * np.asarray(num_requests) + self.per_draft * drafts
+        full = self.fixed + self.per_request * np.asarray(num_requests) + self.per_draft * drafts
         return full * (drafts > 0)
 
     def price(self, num_requests: int, drafts: int) -> float:
-        return self.base + self.per_request * num_requests + self.per_draft * drafts if drafts > 0 else 0.0
+        return self.fixed + self.per_request * num_requests + self.per_draft * drafts if drafts > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -134,7 +148,11 @@ class _DraftPrices:
 
     @property
     def draft_terms(self) -> tuple[float, float, float]:
-        return self.draft.base, self.draft.per_request, self.draft.per_draft
+        return self.draft.fixed, self.draft.per_request, self.draft.per_draft
+
+    @property
+    def displacement(self) -> float:
+        return self.draft.displacement
 
 
 @dataclass(frozen=True)

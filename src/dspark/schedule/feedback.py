@@ -16,8 +16,11 @@ __all__ = ["Drift", "LiveCost"]
 WINDOW = 9  # measurements whose median counts: up to four outliers in a row move nothing
 STEP = 0.1  # most that a factor moves at once (log scale)
 MOST = math.log(64.0)  # a profile can be that wrong: one thread was measured, or a machine that was idle
-MOST_SHAPE = math.log(2.0)
-FRESH = 64  # rounds for which a plain pass tells what passes cost now
+MOST_SHAPE = math.log(4.0)  # rows of a real batch take more work than a profile's, behind the pass as well
+FRESH = 192  # rounds for which a plain pass tells what passes cost now
+SETTLED = (
+    4  # rounds without a model's drafts, behind which a pass finds the caches as plain decoding leaves them
+)
 TELLING = 0.02  # of the plain price: drafts that cost less say nothing about the price of rows
 
 
@@ -53,15 +56,17 @@ class LiveCost:
     A profile knows passes; what is reported here is a round's whole rest, commit and text included, so the first factor
     starts a little above 1.
 
-    They are what the choice between drafting and not rests on, and they keep prices rising with the size. A pass
-    with drafts tells the price of its rows only while it is known what a plain pass costs now; if the last one is
-    long ago, the pass as a whole is taken to have become slower or faster, and its shape to be the profile's again.
+    They are what the choice between drafting and not rests on, and they keep prices rising with the size. Plain passes
+    are those of plain decoding: one soon behind a draft, whose weights have displaced the target's in the caches, takes
+    longer. A pass with drafts tells the price of its rows (`base`'s displacement taken off) only while it is known what
+    a plain pass costs now; if the last one is long ago, the pass as a whole is taken to have become slower or faster,
+    and its shape to be the profile's again.
     """
 
     def __init__(self, base: CostModel) -> None:
         self.base = base
         self._plain, self._rows, self._draft = Drift(MOST), Drift(MOST_SHAPE), Drift(MOST)
-        self._since_plain = FRESH
+        self._since_plain, self._undrafted = FRESH, SETTLED
         self._floor: tuple[int, int, float] = (
             0,
             0,
@@ -86,7 +91,9 @@ class LiveCost:
         return plain * (rows * whole + (1 - rows) * floor)
 
     def draft_seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
-        return self._draft.factor * self.base.draft_seconds(num_requests, drafts)
+        seconds, displacement = self.base.draft_seconds(num_requests, drafts), self.base.displacement
+        own = np.maximum(seconds - displacement, 0.0)
+        return self._draft.factor * own + self._plain.factor * displacement * (seconds > 0)
 
     def step_price(self, num_requests: int, query_tokens: int, context: int) -> float:
         plain, rows = self._plain.factor, self._rows.factor
@@ -102,12 +109,18 @@ class LiveCost:
         return curve
 
     def draft_price(self, num_requests: int, drafts: int) -> float:
-        return self._draft.factor * self.base.draft_price(num_requests, drafts)
+        price = self.base.draft_price(num_requests, drafts)
+        return self._draft.factor * (price - self.base.displacement) + self.displacement if price > 0 else 0.0
 
     @property
     def draft_terms(self) -> tuple[float, float, float]:
         factor, (base, per_request, per_draft) = self._draft.factor, self.base.draft_terms
-        return factor * base, factor * per_request, factor * per_draft
+        own = factor * (base - self.base.displacement)
+        return own + self.displacement, factor * per_request, factor * per_draft
+
+    @property
+    def displacement(self) -> float:
+        return self._plain.factor * self.base.displacement
 
     def _plain_pass(self, num_requests: int, context: int) -> float:
         """`base`'s price of a pass without drafts: one round asks for it several times."""
@@ -124,19 +137,23 @@ class LiveCost:
         if state.query_tokens != R or not R:
             return
         (drafted_for, drafts), budget = totals(drafted), totals(scheduled)[1]
+        displacement = 0.0
         if drafted_for:
-            expected = self.base.draft_price(drafted_for, drafts)
+            displacement = self.base.displacement
+            expected = self.base.draft_price(drafted_for, drafts) - displacement
             if expected > 0:
                 self._draft.follow(draft_s / expected)
+        self._undrafted = 0 if drafted_for else self._undrafted + 1
         floor = self._plain_pass(R, state.context)
-        further = self.base.step_price(R, R + budget, state.context) - floor
         if not budget:
-            self._since_plain = 0
-            self._plain.follow(step_s / floor)
+            if self._undrafted > SETTLED:
+                self._since_plain = 0
+                self._plain.follow(step_s / floor)
             return
         self._since_plain += 1
+        further = self.base.step_price(R, R + budget, state.context) - floor
         if self._since_plain > FRESH:
             self._rows.relax()
-            self._plain.follow(step_s / (floor + self._rows.factor * further))
+            self._plain.follow(step_s / (floor + displacement + self._rows.factor * further))
         elif further > TELLING * floor:
-            self._rows.follow((step_s / self._plain.factor - floor) / further)
+            self._rows.follow((step_s / self._plain.factor - floor - displacement) / further)

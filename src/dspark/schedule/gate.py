@@ -10,7 +10,8 @@ from dspark.errors import DSparkError
 __all__ = ["AimConfig", "DraftGate", "Realised"]
 
 _LOOK = 32  # rounds without drafts from one estimate to the next
-_FAR = 64  # rounds before the next trial beyond which nobody need prepare for it
+_LISTEN = 8  # of them, from one whose time is learned from to the next
+_FAR = 32  # rounds before the next trial beyond which nobody need prepare for it
 _SUPPOSED = 2  # rounds that the scatter of gains rests on before there are any
 _YOUNG = (
     30  # rounds of one request, behind which the doubt in a verdict is 1.4 times what it is in the long run
@@ -21,26 +22,32 @@ _INSIST = 3  # times the wait, behind which a trial is made against the odds
 
 @dataclass(frozen=True)
 class AimConfig:
-    """`hysteresis`: gain needed to switch drafting on again; it goes off where plain decoding is shown to be faster.
+    """`acceptance`: mean conditional acceptance by slot, where it was measured, as calibrations have it: no trial is
+    then made on hope alone, not even the first. `hysteresis`: gain needed to switch drafting on again; it goes off
+    where plain decoding is shown to be faster.
 
     Drafting is tried for `trial_rounds` (of one request, fewer of many) at the start, and again after `retry_after`
     rounds without it; each trial in vain doubles the wait, up to `retry_at_most`. The wait is never shorter than
     what a trial cost (in rounds of plain decoding, until drafting was off again) over `exploration`, so that trials
     in vain take that share of the time in the long run. No trial is made where it could not pay even if every draft
     were accepted with probability `hope`; and where it could not pay half way from what rounds at any load have
-    taught to that, the wait is three times as long. What drafted rounds brought is remembered with `memory` a round
-    (longer than the history: it settles whether to draft, not how much) and judged with `doubt` standard errors in
-    favour of drafting: rounds without drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon
-    found out.
+    taught to that, the wait is three times as long. While drafting is on, it pauses for `pause_rounds` behind the first
+    trial and after every `pause_after` drafted rounds, where prices follow the machine: only plain decoding tells what
+    plain decoding takes (0: never). What drafted rounds brought is remembered with `memory` a round (longer than the
+    history: it settles whether to draft, not how much) and judged with `doubt` standard errors in favour of drafting:
+    rounds without drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon found out.
     """
 
     prior: float = 0.6
+    acceptance: tuple[float, ...] = ()
     weight: float = 2.0
     decay: float = 0.95
     hysteresis: float = 0.03
     trial_rounds: int = 8
     retry_after: int = 64
     retry_at_most: int = 1024
+    pause_after: int = 128
+    pause_rounds: int = 12
     exploration: float = 0.01
     hope: float = 0.9
     memory: float = 0.995
@@ -58,6 +65,8 @@ class AimConfig:
                 "trial_rounds must be 1 or more, and retry_after between 1 and retry_at_most: drafting that is "
                 "never tried again stays off for ever"
             )
+        if self.pause_after < 1 or self.pause_rounds < 0:
+            raise DSparkError("pause_after must be 1 or more, and pause_rounds 0 or more")
 
 
 class DraftGate:
@@ -65,14 +74,17 @@ class DraftGate:
 
     It is *on* through a trial and as long as drafting pays, then *off*: every `_LOOK` rounds an estimate is asked, and
     behind its patience a trial is *due*. One that nothing known speaks for is *put off*, until it is `_INSIST` times
-    the patience and the gate *insists*.
+    the patience and the gate *insists*. While it is on, it *pauses* now and then, to hear what plain decoding takes.
 
     Args:
         trial_rounds: how long a trial lasts, if not as configured.
+        pauses: whether anything listens to what rounds take.
     """
 
-    def __init__(self, config: AimConfig, trial_rounds: int | None = None) -> None:
+    def __init__(self, config: AimConfig, trial_rounds: int | None = None, pauses: bool = False) -> None:
         self._config, self.trial_rounds = config, trial_rounds or config.trial_rounds
+        self._pauses = pauses and config.pause_rounds > 0
+        self._pause, self._to_pause = 0, self.trial_rounds
         self._trial, self._off, self._wait = self.trial_rounds, 0, config.retry_after
         self._lasted = 0  # drafted rounds since the last trial
         self._lost = 0.0  # since the last trial began, in rounds of plain decoding
@@ -94,14 +106,25 @@ class DraftGate:
         return not self.on and self._off % _LOOK > 0
 
     @property
+    def pausing(self) -> bool:
+        """On, but not in this round."""
+        return self._pause > 0
+
+    @property
+    def deaf(self) -> bool:
+        """The time of this round need not be learned from."""
+        return not self.on and self._off > self._config.pause_rounds and self._off % _LISTEN > 0
+
+    @property
     def insists(self) -> bool:
         """A trial is due for so long that no estimate counts: estimates may be wrong, and age."""
         return self._off >= _INSIST * self._patience
 
     def put_off(self) -> None:
-        """The trial that is due is not made: nothing known speaks for it. Put off again, the wait begins anew."""
+        """The trial that is due is not made: nothing known speaks for it. Put off to the end, the wait begins anew, and
+        is twice as long: that it cannot pay at best is as good as a trial in vain."""
         if self._unlikely and self.insists:
-            self._off = 1
+            self._off, self._wait = 1, min(2 * self._wait, self._config.retry_at_most)
         self._unlikely = True
 
     @property
@@ -126,6 +149,9 @@ class DraftGate:
         `lost`: rounds of plain decoding that the time would have been worth, less what it brought in such rounds.
         """
         config, self.fresh = self._config, False
+        if self._pause > 0 and not wanted:
+            self._pause -= 1
+            return
         if wanted and not drafted:
             return
         if not wanted:
@@ -141,6 +167,9 @@ class DraftGate:
         if self._lasted >= config.retry_after:  # it goes on for long without a trial: it pays
             self._wait, self._lost = config.retry_after, 0.0
         self._trial, self._off, self.on, self._unlikely = max(0, self._trial - 1), 0, True, False
+        self._to_pause -= self._pauses
+        if self._to_pause <= 0:
+            self._pause, self._to_pause = config.pause_rounds, config.pause_after
 
 
 class Realised:

@@ -109,18 +109,25 @@ class AcceptanceHistory:
     a_{r,k} and a_{r,k-1} of every drafted slot, so slots that were not scheduled count too (outcomes alone would
     be censored: confident slots are the scheduled ones), and `trust`, accepted over promised, corrects all of
     them by what really happened. Without confidences it adds the outcomes of scheduled slots. A request leans on
-    the mean of all requests by `weight` rounds, that mean leans on the slot before it, and the first slot on
-    `prior`.
+    the mean of all requests by `weight` rounds, and that mean on what was `known` of the slot; where nothing was, on
+    the slot before it, and the first slot on `prior`.
 
     Args:
         prior: conditional acceptance assumed before anything was seen.
         weight: rounds that the assumption counts for.
         decay: what a round's weight shrinks by each further round in which something was drafted.
         past: rounds whose survivals are kept as they were, for `past_survival`.
+        known: [gamma] conditional acceptance by slot that was measured elsewhere, or none.
     """
 
     def __init__(
-        self, gamma: int, prior: float = 0.6, weight: float = 2.0, decay: float = 0.95, past: int = 0
+        self,
+        gamma: int,
+        prior: float = 0.6,
+        weight: float = 2.0,
+        decay: float = 0.95,
+        past: int = 0,
+        known: tuple[float, ...] = (),
     ) -> None:
         if not 0 < prior < 1:
             raise DSparkError(
@@ -128,6 +135,9 @@ class AcceptanceHistory:
             )
         if weight <= 0 or not 0 < decay < 1:
             raise DSparkError("weight must be above 0, decay between 0 and 1")
+        if known and len(known) < gamma:
+            raise DSparkError(f"acceptance is known of {len(known)} slots, drafts have {gamma}")
+        self._known = known[:gamma] or (None,) * gamma
         self.gamma, self.prior, self.weight, self.decay, self.past = gamma, prior, weight, decay, past
         initial = np.zeros(
             (2 + past, gamma)
@@ -146,8 +156,10 @@ class AcceptanceHistory:
     def conditional(self) -> np.ndarray:
         """[gamma] mean conditional acceptance by slot over all requests."""
         estimate, previous = [], self.prior
-        for reached, passed in zip(*self._all.tolist(), strict=True):
-            previous = (passed + self.weight * previous) / (reached + self.weight)
+        for reached, passed, known in zip(*self._all.tolist(), self._known, strict=True):
+            previous = (passed + self.weight * (previous if known is None else known)) / (
+                reached + self.weight
+            )
             estimate.append(previous)
         return np.array(estimate)
 

@@ -162,7 +162,7 @@ class _Adaptive(ABC):
     ) -> None:
         """Let prices that follow the machine learn what the round took: where drafting rests, of few rounds."""
         if isinstance(self.cost, LiveCost):
-            if not np.count_nonzero(drafted) and self.aim.gate(state.num_requests).resting:
+            if self.aim.gate(state.num_requests).deaf:
                 return
             self.cost.observe(state, drafted, scheduled, draft_s, step_s)
             self.aim.forget_prices()

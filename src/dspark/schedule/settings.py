@@ -12,6 +12,7 @@ import numpy as np
 
 from dspark.compilation import told_once
 from dspark.errors import DSparkError
+from dspark.schedule.aim import AimConfig
 from dspark.schedule.auto import AutoScheduler
 from dspark.schedule.base import ScheduleState
 from dspark.schedule.cost import CostModel, TableCost
@@ -102,11 +103,15 @@ def split_config(config: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | 
 
 
 def build_policy(
-    settings: ScheduleSettings, gamma: int, cost: Callable[[], CostModel], report: Callable[[str], None]
+    settings: ScheduleSettings,
+    gamma: int,
+    cost: Callable[[], CostModel],
+    report: Callable[[str], None],
+    acceptance: tuple[float, ...] = (),
 ) -> Policy:
     """The policy for blocks of `gamma` drafts; `cost` is asked for prices only where they are needed.
 
-    Its loops are compiled here rather than under the first request.
+    `acceptance`: see `AimConfig`. Its loops are compiled here rather than under the first request.
     """
     if gamma == 0 or settings.policy == "fixed":
         return FixedLength(gamma)
@@ -118,7 +123,7 @@ def build_policy(
     if prices.warning is not None:
         report(prices.warning)
     compile_schedulers(report)
-    return _SCHEDULERS[settings.policy](gamma, LiveCost(prices))
+    return _SCHEDULERS[settings.policy](gamma, LiveCost(prices), aim=AimConfig(acceptance=acceptance))
 
 
 def compile_schedulers(report: Callable[[str], None] = lambda message: None) -> None:
