@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.destination import check_file
 from dspark.cli.lists import floats
 from dspark.cli.options import DEFAULT_MODEL, add_model_options, load_llm, speculative_config
 
@@ -122,6 +123,8 @@ def _generate(args: argparse.Namespace) -> int:
     settings = GenerateSettings(**{n: getattr(args, n) for n in (*names, "limit", "seed")})
     if args.self_prompts < 0 or not (args.prompts or args.self_prompts):
         raise DSparkError("there are no prompts: name files, or give --self-prompts a number of 1 or more")
+    for ending in ("", ".dropped", ".prompts"):
+        check_file(args.output.with_name(args.output.name + ending), make_parents=True)
     skipped: Counter[str] = Counter()
     prompts = read_prompts(args.prompts)
     config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.destination import check_directory
 from dspark.cli.evaluate_report import report
 from dspark.cli.lists import floats
 from dspark.cli.options import DEFAULT_MODEL, load_llm, speculative_config
@@ -142,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
             probable=args.probable, improbable=args.improbable, alternatives=args.alternatives
         ),
     )
+    check_directory(Path(args.output).expanduser())
     sets = load_prompt_sets(args.prompts, args.limit)
     entrants = _entrants(args)
     store = CellStore(Path(args.output).expanduser(), _fixed(args, settings, entrants))

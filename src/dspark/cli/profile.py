@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.destination import check_file
 from dspark.cli.options import add_model_options, set_threads, speculative_config
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         cost = read_cost_table(Path(args.table), None, _say)
         facts = describe(cost)
     else:
+        if args.export is not None:
+            check_file(Path(args.export).expanduser())
         profile = _measure(args)
         facts = profile.as_dict()
         if args.export is not None:

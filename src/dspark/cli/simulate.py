@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from dspark.cli.destination import check_directory, check_file
 from dspark.cli.simulate_options import add_options, settle
 from dspark.cli.simulate_runs import run_capacity, run_hindsight, run_sweep, run_validate
 
@@ -26,7 +26,6 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything first, simulate, report."""
-    from dspark.core import DSparkError
     from dspark.simulate.figures import require_matplotlib
     from dspark.simulate.setup import Setup
 
@@ -34,9 +33,10 @@ def run(args: argparse.Namespace) -> int:
     setup = Setup.of(args)
     if args.figures is not None:
         require_matplotlib()
+        check_directory(args.figures)
     for path in (args.csv, args.markdown):
-        if path is not None and not Path(path).parent.is_dir():
-            raise DSparkError(f"no directory {str(Path(path).parent)!r} for the report: create it first")
+        if path is not None:
+            check_file(path)
     if args.hindsight:
         return run_hindsight(args, setup)
     if args.validate is not None:
