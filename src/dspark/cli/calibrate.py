@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.cli.calibrate_rounds import chosen_rounds, rounds_path
 from dspark.cli.destination import check_file
 from dspark.cli.lists import floats
+from dspark.cli.messages import say
 from dspark.cli.options import add_model_options
 
 if TYPE_CHECKING:
@@ -191,11 +191,11 @@ def _report(args: argparse.Namespace, evaluation: Evaluation, saved: bool, hint:
         out.print(slot_table(evaluation))
         out.print(group_table(evaluation))
     for warning in evaluation.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     if evaluation.refusal is not None:
         kept = "" if args.check else "; nothing was saved"
-        print(f"refused: {evaluation.refusal}{kept}", file=sys.stderr)
+        say(f"refused: {evaluation.refusal}{kept}")
     elif saved and not args.json:
         Output().print(f"saved: {args.out}")
     if hint is not None:
-        print(f"hint: {hint}", file=sys.stderr)
+        say(f"hint: {hint}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.messages import say
 from dspark.cli.startup import nothing_collected
 from dspark.drafters.methods import LOOKUP, NAMES, TRAINED
 from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
@@ -231,6 +231,6 @@ def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -
             device=args.device,
             dtype=args.dtype,
             activation_dtype=args.activation_dtype,
-            report=lambda message: print(message, file=sys.stderr, flush=True),
+            report=say,
             **options,
         )
