@@ -196,9 +196,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def about(args: argparse.Namespace, names: Sequence[str], prompts: Sequence[list[int]]) -> dict[str, Any]:
+    """What a report says beside its figures."""
+    from dspark.cli.machine import machine, versions
+
+    packages = {REQUIRES[name] for name in names if name in REQUIRES}
+    return {
+        "format": "dspark-cpu-peers",
+        "format_version": 1,
+        "versions": {**versions(), **{package: metadata.version(package) for package in sorted(packages)}},
+        "machine": {**machine(), "threads": args.threads},
+        "settings": {key: value for key, value in vars(args).items() if key not in ("serve", "json")},
+        "num_prompts": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+    }
+
+
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    from dspark.cli.machine import machine, versions
+    from dspark.cli.bench_report import check_json_path
     from dspark.core import DSparkError
     from dspark.target.hf import read_config
     from dspark.target.zoo import resolve
@@ -207,6 +223,7 @@ def main(argv: Sequence[str]) -> int:
         if args.serve:
             serve(args.serve, args)
             return 0
+        check_json_path(args.json)
         prompts = load_prompts(args)
         ends = read_config(resolve(args.model)).eos_token_ids
     except DSparkError as error:
@@ -227,21 +244,8 @@ def main(argv: Sequence[str]) -> int:
         runs = measure_all(args, peers, prompts, ends)
         facts = {peer.name: peer.facts for peer in peers if peer.facts}
     summary = summarise(runs, names)
-    packages = {REQUIRES[name] for name in names if name in REQUIRES}
-    report = {
-        "format": "dspark-cpu-peers",
-        "format_version": 1,
-        "versions": {**versions(), **{package: metadata.version(package) for package in sorted(packages)}},
-        "machine": {**machine(), "threads": args.threads},
-        "settings": {key: value for key, value in vars(args).items() if key not in ("serve", "json")},
-        "skipped": skipped,
-        "facts": facts,
-        "num_prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
-        "runs": runs,
-        "summary": summary,
-    }
-    text = json.dumps(report, indent=1, allow_nan=False)
+    measured = {"skipped": skipped, "facts": facts, "runs": runs, "summary": summary}
+    text = json.dumps({**about(args, names, prompts), **measured}, indent=1, allow_nan=False)
     if args.json == "-":
         print(text)
         return 0

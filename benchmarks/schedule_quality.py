@@ -22,10 +22,13 @@ from typing import Any
 import torch
 
 from dspark import LLM
+from dspark.cli.destination import check_file
+from dspark.core import DSparkError
 from dspark.data import load_prompts
 from dspark.drafters.methods import LOOKUP
 from dspark.engine.engine import Engine
 from dspark.evaluate.throughput import ThroughputSettings, run_throughput
+from dspark.target.base import Target
 
 PLAIN = "none"  # run_throughput's name for it
 TABLE = "| requests | best fixed | policy/best | policy/plain | best/plain |\n|---|---|---|---|---|"
@@ -101,7 +104,7 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,24 +128,42 @@ def main() -> None:
         parser.error(
             "--repeats must be 2 or more: the best length is chosen by one half and judged by the other"
         )
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    method, lookup = args.method.removesuffix(LOOKUP), args.method.endswith(LOOKUP)
+    try:
+        for path in (args.json, args.figure):
+            if path is not None:
+                check_file(path)
+    except DSparkError as error:
+        parser.error(str(error))
+    return args
 
-    shared: list[Any] = []
+
+def build_engines(args: argparse.Namespace) -> dict[str, Engine]:
+    """By arm. They share one set of weights, so that no arm finds the caches full of another's."""
+    target: Target | None = None
 
     def engine(length: int, policy: str = "fixed") -> Engine:
-        config = {"method": method, "num_speculative_tokens": length, "policy": policy} if length else None
-        if config is not None and lookup:
-            config["prompt_lookup_num_tokens"] = max(args.lengths)
+        nonlocal target
+        config: dict[str, Any] | None = None
+        if length:
+            method = args.method.removesuffix(LOOKUP)
+            config = {"method": method, "num_speculative_tokens": length, "policy": policy}
+            if args.method.endswith(LOOKUP):
+                config["prompt_lookup_num_tokens"] = max(args.lengths)
         own = LLM(args.model, speculative_config=config, max_num_seqs=max(args.concurrency)).engine
-        if not shared:
-            shared.append(own.target)  # one set of weights, so that no arm finds the caches full of another's
+        if target is None:
+            target = own.target
             return own
-        return Engine(shared[0], own.drafter, own.policy, own.tokenizer, own.config, calibrate=own.calibrate)
+        return Engine(target, own.drafter, own.policy, own.tokenizer, own.config, calibrate=own.calibrate)
 
     engines = {PLAIN: engine(0)} | {str(n): engine(n) for n in args.lengths}
-    engines[args.policy] = engine(max(args.lengths), args.policy)
+    return engines | {args.policy: engine(max(args.lengths), args.policy)}
+
+
+def main() -> None:
+    args = parse()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    engines = build_engines(args)
     tokenizer = engines[PLAIN].tokenizer
     prompts = [tokenizer.apply_chat_template(p.messages) for p in load_prompts()]
     cells: dict[int, dict[str, Any]] = {}

@@ -28,7 +28,7 @@ from dspark.engine.engine import Engine
 from dspark.kv import BlockTable, KVPool, LayerKV
 from dspark.schedule.cost import TableCost
 from dspark.schedule.policies import GlobalScheduler, LaggedScheduler, Policy, PrefixScheduler, ScheduleState
-from dspark.schedule.search import best_budget, rank, rate_curve
+from dspark.schedule.search import Curve, best_budget, decoding_curve, rank
 from dspark.testing import ScriptedDrafter, TableTarget
 
 CONFIDENCE = {"A": [0.9, 0.5], "B": [0.8, 0.25]}  # c_k: survival A .9, .45 and B .8, .2
@@ -46,7 +46,7 @@ def spec(args: argparse.Namespace) -> dict[str, Any]:
     cost = TableCost(SIZES, tuple(t * MS for t in (args.t2, args.t4, args.t6)), executed=True)
     queries = R + np.arange(R * gamma + 1)
     extra = (args.sampler_ms + args.slope_ms * queries) * MS
-    curve = rate_curve(ranking, state, cost, extra)
+    curve = Curve(ranking, state.outputs, decoding_curve(state, cost, len(ranking)) + extra)
     best = best_budget(curve)
     rows = [
         {

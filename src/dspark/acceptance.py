@@ -137,11 +137,24 @@ def ratio_rule(
         q_x = q_x.masked_fill(one_hot[:, None], 1)
     accepted = accept_u.double() * q_x.double() < p_x.double()
     num_accepted = _leading(accepted & scheduled)
-    rejected = num_accepted < lengths
     p_next = p_target[row_start + num_accepted]  # [R, V]
-    if g == 0:
-        return Verdict(num_accepted=num_accepted, next_token=sample(p_next, resample_u))
+    if g > 0:
+        rejected = num_accepted < lengths
+        p_next = _residual(p_next, tokens, num_accepted, rejected, p_draft, vocab, one_hot)
+    return Verdict(num_accepted=num_accepted, next_token=sample(p_next, resample_u))
 
+
+def _residual(
+    p_next: torch.Tensor,
+    tokens: torch.Tensor,
+    num_accepted: torch.Tensor,
+    rejected: torch.Tensor,
+    p_draft: torch.Tensor | None,
+    vocab: torch.Tensor | None,
+    one_hot: torch.Tensor | None,
+) -> torch.Tensor:
+    """[R, V] weights of the next token: max(p_t - p_d, 0) where a slot was `rejected`, else p_t, which is `p_next`."""
+    R, g = tokens.shape
     slot = num_accepted.clamp(max=g - 1)
     certain = torch.full_like(rejected, p_draft is None) if one_hot is None else one_hot
     residual = p_next
@@ -154,9 +167,7 @@ def ratio_rule(
         kept = residual.gather(1, x).masked_fill((certain & rejected)[:, None], 0)
         residual = residual.scatter(1, x, kept)
     empty = residual.sum(-1, keepdim=True) <= 0
-    return Verdict(
-        num_accepted=num_accepted, next_token=sample(torch.where(empty, p_next, residual), resample_u)
-    )
+    return torch.where(empty, p_next, residual)
 
 
 def greedy_rule(

@@ -359,7 +359,7 @@ GENERATE = ["generate", "Hi", *FAKE]
         ([*BENCH, "--concurrency", "8"], "needs at least 8 prompts"),
         ([*BENCH, "--temperature", "nan"], "temperature"),
         ([*BENCH, "--max-tokens", "-5"], "max_tokens"),
-        ([*BENCH, "--prompts", "0"], "no prompts"),
+        ([*BENCH, "--prompts", "0"], "prompts must be 1 or more"),
         ([*BENCH, "--prompts", "/no/such.jsonl"], "cannot read prompts"),
         ([*BENCH, "--json", "/no/such/place.json"], "no directory"),
         ([*BENCH, "--drafter", "."], None),
@@ -386,6 +386,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("{", "line 1 is not JSON"),
         ("[1]", "line 1: expected"),
         ('{"turns": []}', "expected"),
+        ('{"messages": [{"role": "assistant", "content": "b"}]}', "the user's last"),
         ("\n", "no prompts"),
     ],
 )

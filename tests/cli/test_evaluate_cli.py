@@ -153,7 +153,7 @@ def test_other_greedy_tokens_are_exit_code_1(
         (["--drafters", "eagle"], "'eagle' is neither a method"),
         (["--prompts", "nowhere.jsonl"], "cannot read prompts from 'nowhere.jsonl'"),
         (["--temperatures", "warm"], "'warm' is not a list of numbers"),
-        (["--limit", "0"], "limit of prompts must be 1 or more"),
+        (["--limit", "0"], "number of prompts must be 1 or more"),
         (["--max-tokens", "0"], "max_tokens must be 2 or more"),
         (["--improbable", "0.5"], "improbable < probable"),
         (["--num-speculative-tokens", "0"], "--num-speculative-tokens must be 1 or more"),

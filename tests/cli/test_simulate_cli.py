@@ -7,22 +7,12 @@ import pytest
 
 from dspark.cli import main
 
-FAST = (
-    "--duration",
-    "2",
-    "--warmup",
-    "0.5",
-    "--seeds",
-    "2",
-    "--output-tokens",
-    "30",
-    "--prompt-tokens",
-    "20",
-)
+SHORT = ("--duration", "2", "--warmup", "0.5", "--seeds", "2")
+FAST = (*SHORT, "--output-tokens", "30", "--prompt-tokens", "20")
 
 
-def simulate(capsys, *args):
-    code = main(["simulate", *FAST, *args])
+def simulate(capsys, *args, common=FAST):
+    code = main(["simulate", *common, *args])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -62,7 +52,7 @@ def test_open_loop_and_trace(capsys, tmp_path):
     rows = "".join(f"{t},20,30\n" for t in np.linspace(0, 3, 40))
     (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     code, out, _ = simulate(
-        capsys, "--policies", "fixed", "--trace", str(tmp_path / "t.csv"), "--speed", "1,2"
+        capsys, "--policies", "fixed", "--trace", str(tmp_path / "t.csv"), "--speed", "1,2", common=SHORT
     )
     assert code == 0
     assert "| 2 | fixed |" in out
@@ -88,7 +78,7 @@ def test_validation_judges(capsys, tmp_path):
     ]  # fmt: skip
     path = tmp_path / "steps.jsonl"
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
-    code, out, _ = simulate(capsys, "--validate", str(path))
+    code, out, _ = simulate(capsys, "--validate", str(path), common=())
     assert code == 0
     assert "held-out halves" in out
     code, out, _ = simulate(
@@ -109,9 +99,8 @@ def test_validation_judges(capsys, tmp_path):
         (("--concurrency", "x"), "not a list of whole numbers"),
         (("--rate", "1", "--arrivals", "gamma"), "gamma:CV"),
         (("--rate", "1", "--trace", "x"), "not allowed with"),
-        (("--trace", "/nowhere.csv"), "cannot read the trace"),
         (("--seeds", "0"), "--seeds"),
-        (("--capacity", "30", "--csv", "x"), "show a sweep"),
+        (("--capacity", "30", "--csv", "x"), "--csv is of use only for a sweep"),
         (("--csv", "/no/where.csv"), "create it first"),
         (("--mix", "law=1"), "no acceptance for domain 'law'"),
         (("--kv-cache-tokens", "16"), "raise kv_cache_tokens"),
@@ -119,6 +108,36 @@ def test_validation_judges(capsys, tmp_path):
 )
 def test_bad_input_is_one_line(capsys, args, message):
     code, out, err = simulate(capsys, *args)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+
+
+TRACE, STEPS = ("--trace", "/nowhere.csv"), ("--validate", "/nowhere.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--arrivals", "poisson"), "--arrivals is of use only with --rate: leave it out here"),
+        (("--rate", "1", "--speed", "2"), "--speed is of use only with --trace"),
+        (("--rate", "1", "--think", "0"), "--think is of use only for a closed loop"),
+        ((*TRACE, "--prompt-tokens", "9"), "--prompt-tokens is of use only without --trace"),
+        (TRACE, "cannot read the trace"),
+        (("--ttft", "1"), "--ttft is of use only with --capacity"),
+        (("--capacity", "30", "--tolerance", "0.2"), "--tolerance is of use only with --validate"),
+        (("--capacity", "30", "--concurrency", "1,4"), "name one to start from"),
+        (("--rounds", "100"), "--rounds is of use only with --hindsight"),
+        (("--hindsight", "--figures", "x"), "--figures is of use only for a sweep"),
+        (("--hindsight", "--rate", "1"), "--rate is of use only without --hindsight"),
+        (("--hindsight", "--duration", "60"), "--duration is of use only without --hindsight"),
+        ((*STEPS, "--greedy"), "--greedy is of use only if --validate also gets --concurrency"),
+        ((*STEPS, "--concurrency", "1,4"), "the one load that was recorded"),
+        (("--no-confidence", "--confidence-noise", "1"), "only without --no-confidence"),
+    ],
+)
+def test_an_option_without_a_use_is_refused(capsys, args, message):
+    code, out, err = simulate(capsys, *args, common=())
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert message in err

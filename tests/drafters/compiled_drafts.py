@@ -11,12 +11,26 @@ from dspark.core import Draft, Request, SamplingParams
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.base import ObserveBatch, ProposeBatch
 from dspark.drafters.block import BlockDrafter
+from dspark.kernels import lowbit
 from dspark.kv import KVPool
 from dspark.sampling import SamplingRows
 from dspark.shaping import LogitsShaper
 from dspark.testing import tiny_decoder, tiny_drafter
 
 BLOCK = 16
+
+needs_low_bit = pytest.mark.skipif(
+    not lowbit.supports(), reason="no compiled low-bit products on this processor"
+)
+each_kind = pytest.mark.parametrize(
+    ("method", "head", "vocab"),
+    [
+        ("dspark", "vanilla", 48),
+        ("dspark", "vanilla", None),
+        ("dspark", "gated", 48),
+        ("dflash", "vanilla", 32),
+    ],
+)
 
 
 def quantised(method: str, head: str, draft_vocab_size: int | None) -> BlockDrafter:

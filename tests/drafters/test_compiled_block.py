@@ -6,7 +6,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from compiled_drafts import BLOCK, GREEDY, MIXED, SAMPLED, quantised, served, with_floats
+from compiled_drafts import (
+    BLOCK,
+    GREEDY,
+    MIXED,
+    SAMPLED,
+    each_kind,
+    needs_low_bit,
+    quantised,
+    served,
+    with_floats,
+)
 
 from dspark.core import Draft, SamplingParams
 from dspark.drafters.backbone import BlockDrafterModel
@@ -19,9 +29,7 @@ from dspark.kv import KVPool
 from dspark.target.layer import DecoderLayer
 from dspark.testing import tiny_decoder, tiny_drafter
 
-pytestmark = pytest.mark.skipif(
-    not lowbit.supports(), reason="no compiled low-bit products on this processor"
-)
+pytestmark = needs_low_bit
 
 
 @pytest.fixture(params=[True, False], ids=["qk_norm", "no_qk_norm"])
@@ -73,15 +81,7 @@ def test_a_drafter_in_full_precision_has_no_compiled_form() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(
-    ("method", "head", "vocab"),
-    [
-        ("dspark", "vanilla", 48),
-        ("dspark", "vanilla", None),
-        ("dspark", "gated", 48),
-        ("dflash", "vanilla", 32),
-    ],
-)
+@each_kind
 def test_blocks_in_one_call(
     method: str, head: str, vocab: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,30 +6,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compiled_drafts import GREEDY, MIXED, SAMPLED, propose_batch, quantised, ready, served, with_floats
+from compiled_drafts import (
+    GREEDY,
+    MIXED,
+    SAMPLED,
+    each_kind,
+    needs_low_bit,
+    propose_batch,
+    quantised,
+    ready,
+    served,
+    with_floats,
+)
 
 from dspark.core import Draft, Request, SamplingParams
 from dspark.drafters.base import ProposeBatch
 from dspark.drafters.block import BlockDrafter
 from dspark.drafters.slots import SlotSampler
-from dspark.kernels import lowbit
 from dspark.sampling import SamplingRows
 
-pytestmark = pytest.mark.skipif(
-    not lowbit.supports(), reason="no compiled low-bit products on this processor"
-)
+pytestmark = needs_low_bit
 
 
 @pytest.mark.parametrize("params", [SAMPLED, MIXED], ids=["sampled", "mixed"])
-@pytest.mark.parametrize(
-    ("method", "head", "vocab"),
-    [
-        ("dspark", "vanilla", 48),
-        ("dspark", "vanilla", None),
-        ("dspark", "gated", 48),
-        ("dflash", "vanilla", 32),
-    ],
-)
+@each_kind
 def test_sampled_blocks_come_from_the_same_probabilities(
     method: str,
     head: str,

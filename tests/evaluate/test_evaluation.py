@@ -17,7 +17,13 @@ from dspark.drafters.base import ProposeBatch
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.evaluate.cells import CellStore
-from dspark.evaluate.conversations import Conversation, Messages, PromptSet, load_prompt_sets
+from dspark.evaluate.conversations import (
+    Conversation,
+    Messages,
+    PromptSet,
+    load_conversations,
+    load_prompt_sets,
+)
 from dspark.evaluate.evaluation import (
     EvaluationSettings,
     Group,
@@ -301,6 +307,8 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert first == asked("mixed-1", "mixed", "one", "two", "three")
     assert [m["role"] for m in second.messages] == ["system", "user"]
     assert (second.id, second.domain) == ("mixed-3", "code")
+    assert load_conversations(source) == mixed.conversations
+    assert load_conversations("3") == builtin.conversations
     assert (third.id, third.messages[0]["content"]) == ("7", "p\u2028q")
 
 
@@ -329,7 +337,7 @@ def test_bad_prompt_sources(tmp_path: Path) -> None:
         load_prompt_sets(["nowhere"])
     with pytest.raises(DSparkError, match="two prompt sets are called 'builtin'"):
         load_prompt_sets(["builtin", "builtin"])
-    with pytest.raises(DSparkError, match="limit of prompts must be 1 or more"):
+    with pytest.raises(DSparkError, match="number of prompts must be 1 or more"):
         load_prompt_sets(["builtin"], 0)
 
 

@@ -20,7 +20,7 @@ from dspark.schedule.policies import (
     ScheduleState,
     Threshold,
 )
-from dspark.schedule.search import early_stop, rank, rate_curve
+from dspark.schedule.search import Curve, decoding_curve, early_stop, rank
 
 SIZES = (1, 2, 3, 4, 6, 10, 20)
 LEVELS = st.sampled_from([0.0, 0.2, 0.5, 0.5, 0.9, 1.0]) | st.floats(0, 1)
@@ -153,7 +153,8 @@ class RoundedDown:
 
     def verify_lengths(self, state, survival, drafted):
         ranking = rank(survival, drafted)
-        rows = state.query_tokens + early_stop(rate_curve(ranking, state, self.cost, 0.0))
+        seconds = decoding_curve(state, self.cost, len(ranking))
+        rows = state.query_tokens + early_stop(Curve(ranking, state.outputs, seconds))
         return ranking.lengths(max(s for s in self.sizes if s <= rows) - state.query_tokens)
 
 

@@ -16,7 +16,7 @@ from dspark.schedule.policies import (
     ScheduleState,
     Threshold,
 )
-from dspark.schedule.search import rank, rate_curve
+from dspark.schedule.search import Curve, decoding_curve, rank
 
 # The course's example, rows A and B: confidences [.9, .5] and [.8, .25].
 COURSE = np.array([[0.9, 0.45], [0.8, 0.2]])
@@ -41,12 +41,12 @@ def verify(policy, survival, drafted=None):
 def test_the_course_example(scheduler):
     ranking = rank(COURSE, np.array([2, 2]))
     assert list(zip(*ranking.order, strict=True)) == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    curve = rate_curve(ranking, state_of(2), COURSE_COST, 0.0)
+    curve, cheap = (
+        Curve(ranking, 2, decoding_curve(state_of(2), cost, 4)) for cost in (COURSE_COST, CHEAP_SIX)
+    )
     np.testing.assert_allclose(curve.tokens, [2, 2.9, 3.7, 4.15, 4.35])
     np.testing.assert_allclose(curve.rate / 1e3, [2, 2.4167, 3.0833, 2.075, 2.175], atol=1e-4)
-    np.testing.assert_allclose(
-        rate_curve(ranking, state_of(2), CHEAP_SIX, 0.0).rate[3:] / 1e3, [3.1923, 3.3462], atol=1e-4
-    )
+    np.testing.assert_allclose(cheap.rate[3:] / 1e3, [3.1923, 3.3462], atol=1e-4)
     assert verify(scheduler(2, COURSE_COST), COURSE) == [1, 1]
     assert verify(scheduler(2, CHEAP_SIX), COURSE) == [2, 2]
 

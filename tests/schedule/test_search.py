@@ -37,7 +37,8 @@ def test_searches_equal_the_plain_loops(round_, min_gain, draft_seconds):
     survival, drafted, state, cost = round_
     ranking = search.rank(survival, drafted)
     assert in_order(ranking) == admission_order(survival, drafted)
-    curve = search.rate_curve(ranking, state, cost, draft_seconds)
+    seconds = search.decoding_curve(state, cost, len(ranking)) + draft_seconds
+    curve = search.Curve(ranking, state.outputs, seconds)
 
     R, rows, D = (
         state.num_requests,
@@ -86,14 +87,12 @@ def test_what_to_draft_equals_the_plain_loop(round_, base, per_request, per_draf
         return
     cost = replace(cost, draft=DraftCost(base, per_request, per_draft))
     order = admission_order(survival, room)
+    seconds = search.decoding_curve(state, cost, len(order))
     rates, tau = [], float(state.outputs)
     for budget, candidate in enumerate(order, 1):
         tau += float(survival[candidate])
         requests = len({r for r, _ in order[:budget]})
-        rates.append(
-            tau / (search.decoding_seconds(state, cost, budget) + cost.draft_price(requests, budget))
-        )
-    seconds = search.decoding_curve(state, cost, len(order))
+        rates.append(tau / (seconds[budget] + cost.draft_price(requests, budget)))
     lengths, budget, requests, tokens = search.best_to_draft(survival, room, state.outputs, seconds, cost)
     assert budget == lengths.sum()
     assert requests == np.count_nonzero(lengths)

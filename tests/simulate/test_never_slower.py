@@ -7,7 +7,7 @@ import pytest
 from dspark.schedule.aim import AimConfig, DraftGate
 from dspark.schedule.cost import DraftCost, TableCost
 from dspark.schedule.policies import PrefixScheduler, ScheduleState
-from dspark.schedule.search import decoding_seconds
+from dspark.schedule.search import decoding_curve
 from dspark.simulate.acceptance import Domain, SyntheticAcceptance
 from dspark.simulate.metrics import summarise
 from dspark.simulate.policies import policy_factory
@@ -74,7 +74,7 @@ def test_a_prompt_in_the_batch_makes_no_draft_cheaper():
             np.where(flags, 1, 400),
             flags,  # the prompt goes on in the next step
         )
-        assert float(decoding_seconds(state, cost, 3)) == pytest.approx(float(cost.step_seconds(8, 11, 400)))
+        assert float(decoding_curve(state, cost, 3)[3]) == pytest.approx(float(cost.step_seconds(8, 11, 400)))
         for _ in range(10):
             want = policy.draft_lengths(state)
             survival = np.tile(0.7 ** np.arange(1.0, GAMMA + 1), (8 + prompts, 1))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dspark.audit.imports import make_imported
 from dspark.audit.world import World, appendix_a, random_world
 from dspark.errors import DSparkError
 from dspark.schedule.auto import AutoScheduler
@@ -36,6 +34,7 @@ __all__ = [
     "settings",
 ]
 
+_NEEDED = ("dependence", "uses_survival", "draft_lengths", "verify_lengths")  # of a policy
 APPENDIX_A_COST = TableCost(
     tuple(range(1, 8)), tuple(1 / sps for sps in (1.0, 0.5, 0.45, 0.30, 0.28, 0.27, 0.26))
 )  # the paper gives the first three steps per second; a third request's worth of tokens costs a step again
@@ -112,30 +111,15 @@ def load_policy(path: str) -> Policy:
     Raises:
         DSparkError: the path leads nowhere, or what it leads to makes no policy.
     """
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
-        raise DSparkError(
-            f"{path!r} is no import path: write module:factory, or add --engine to name one that ships"
-        )
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        made: Any = importlib.import_module(module_name)
-        for name in attribute.split("."):
-            made = getattr(made, name)
-        policy = made() if not hasattr(made, "verify_lengths") or isinstance(made, type) else made
-    except Exception as error:
-        raise DSparkError(f"{path}: {type(error).__name__}: {error}") from error
-    missing = [name for name in _needed() if not hasattr(policy, name)]
-    if missing:
-        raise DSparkError(f"{path} made a {type(policy).__name__}, which has no {', '.join(missing)}")
+    policy = make_imported(path, _instance, _NEEDED, ", or add --engine to name one that ships")
     if not isinstance(policy.dependence, Dependence):
         raise DSparkError(f"{path}: dependence must be a dspark.schedule.policies.Dependence")
     return policy
 
 
-def _needed() -> Iterable[str]:
-    return ("dependence", "uses_survival", "draft_lengths", "verify_lengths")
+def _instance(found: Any) -> Any:
+    """A policy as it is; what a class or another callable makes."""
+    return found() if not hasattr(found, "verify_lengths") or isinstance(found, type) else found
 
 
 def _one_hot(table: np.ndarray) -> np.ndarray:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dspark.acceptance import AcceptanceRule
 from dspark.audit.builtin import load_policy
+from dspark.audit.imports import make_imported
 from dspark.core import DSparkError, RequestOutput, SamplingParams
 from dspark.drafters.base import Drafter
 from dspark.engine.config import EngineConfig
@@ -27,6 +24,9 @@ __all__ = ["PolicyFactory", "Subject", "load_drafter", "make_engine", "play", "p
 PolicyFactory = Callable[[int], Policy]  # most drafts a round -> a fresh policy
 Work = Sequence[tuple[Sequence[int], SamplingParams]]
 
+_NEEDED = (  # of a drafter
+    "name", "deterministic", "max_draft", "taps", "kv_specs", "attach", "observe", "propose", "forget",
+)  # fmt: skip
 THRESHOLD = 0.3  # survival; low, as a drafter under audit may be poor
 WORTH = 0.5  # price of a full batch's drafts, one each, over the price of a pass without rows
 
@@ -90,25 +90,7 @@ def load_drafter(path: str, target: Target) -> Drafter:
     Raises:
         DSparkError: the path leads nowhere, or what it leads to makes no drafter.
     """
-    module_name, _, attribute = path.partition(":")
-    if not (module_name and attribute):
-        raise DSparkError(f"{path!r} is no import path: write module:factory")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        made: Any = importlib.import_module(module_name)
-        for name in attribute.split("."):
-            made = getattr(made, name)
-        made = made(target)
-    except Exception as error:
-        raise DSparkError(f"{path}: {type(error).__name__}: {error}") from error
-    needed = (
-        "name", "deterministic", "max_draft", "taps", "kv_specs", "attach", "observe", "propose", "forget",
-    )  # fmt: skip
-    missing = [name for name in needed if not hasattr(made, name)]
-    if missing:
-        raise DSparkError(f"{path} made a {type(made).__name__}, which has no {', '.join(missing)}")
-    drafter: Drafter = made
+    drafter: Drafter = make_imported(path, lambda factory: factory(target), _NEEDED)
     return drafter
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.cli import bench_kernels, bench_round
@@ -23,7 +21,7 @@ from dspark.schedule.names import POLICIES
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["add_parser", "read_conversations"]
+__all__ = ["add_parser"]
 
 
 def add_parser(verbs: Any) -> None:
@@ -53,7 +51,7 @@ def add_parser(verbs: Any) -> None:
         "--prompts",
         default="24",
         metavar="N|PATH",
-        help="the first N built-in prompts (%(default)s of 72), or a .jsonl of messages or turns",
+        help="the first N built-in prompts (%(default)s of 72), or a .jsonl as for evaluate; of turns the first",
     )
     throughput.add_argument("--repeats", type=int, default=3, metavar="N", help="%(default)s")
     throughput.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
@@ -81,6 +79,7 @@ def _methods(text: str) -> tuple[str, ...]:
 def run(args: argparse.Namespace) -> int:
     """Check the settings, load one LLM a method, measure, report."""
     from dspark.cli.progress import progress_bar
+    from dspark.evaluate.conversations import load_conversations
     from dspark.evaluate.throughput import ThroughputSettings, check_prompts, plan_runs, run_throughput
 
     settings = ThroughputSettings(
@@ -91,13 +90,13 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     _check(args)
-    conversations = read_conversations(args.prompts)
+    conversations = load_conversations(args.prompts)
     check_prompts(len(conversations), settings)
     configs = {method: _config(args, method) for method in args.methods}
     # One LLM a method, with room for the widest cell; narrower cells keep fewer requests in flight.
     llms = {m: load_llm(args, config, max_num_seqs=max(args.concurrency)) for m, config in configs.items()}
     tokenizer = next(iter(llms.values())).tokenizer
-    prompts = [tokenizer.apply_chat_template(messages) for messages in conversations]
+    prompts = [tokenizer.apply_chat_template(asked.messages) for asked in conversations]
     engines = {method: llm.engine for method, llm in llms.items()}
     with progress_bar("runs", len(list(plan_runs(args.methods, settings)))) as advance:
         results = run_throughput(engines, prompts, settings, lambda run: advance())
@@ -121,46 +120,6 @@ def _config(args: argparse.Namespace, name: str) -> dict[str, Any]:
     drafter = args.drafter if method.removesuffix(LOOKUP) in TRAINED else None
     config = speculative_config(method, drafter, None if method == "none" else args.num_speculative_tokens)
     return config | schedule_config(args, method, policy or None)
-
-
-def read_conversations(prompts: str) -> list[list[dict[str, str]]]:
-    """Messages of each prompt: of the first so many built-in ones, or of a .jsonl file.
-
-    A line is `{"messages": [...]}`, `{"turns": ["...", ...]}` (the first is asked) or `{"prompt": "..."}`.
-
-    Raises:
-        DSparkError: no such file, a line of another form, or nothing in it.
-    """
-    from dspark.core import DSparkError
-    from dspark.data import load_prompts
-
-    if prompts.isdecimal():
-        conversations = [prompt.messages for prompt in load_prompts(limit=int(prompts))]
-    else:
-        try:
-            text = Path(prompts).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise DSparkError(f"cannot read prompts from {prompts!r}: {error}") from None
-        # NOTE: not str.splitlines(), which also breaks at U+2028 and the like inside a JSON string.
-        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-        conversations = [_messages(line, f"{prompts}, line {n}") for n, line in lines]
-    if not conversations:
-        raise DSparkError("there are no prompts: give a number of 1 or more, or a .jsonl file with some")
-    return conversations
-
-
-def _messages(line: str, where: str) -> list[dict[str, str]]:
-    from dspark.core import DSparkError
-
-    try:
-        match json.loads(line):
-            case {"messages": [_, *_] as messages}:
-                return list(messages)
-            case {"turns": [str(first), *_]} | {"prompt": str(first)}:
-                return [{"role": "user", "content": first}]
-    except json.JSONDecodeError as error:
-        raise DSparkError(f"{where} is not JSON ({error})") from None
-    raise DSparkError(f"{where}: expected an object with messages, turns or prompt")
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from dspark.cli.bench_report import (
@@ -14,6 +13,7 @@ from dspark.cli.bench_report import (
     write_report,
 )
 from dspark.cli.lists import integers
+from dspark.cli.messages import say
 from dspark.cli.options import DEFAULT_MODEL, set_threads
 
 __all__ = ["add_parser"]
@@ -67,18 +67,14 @@ def run(args: argparse.Namespace) -> int:
     check_json_path(args.json)
     if args.threads is not None:
         set_threads(args.threads)
-    compile_kernels(_say)
-    weights = model_weights(args.model, _say)
+    compile_kernels(say)
+    weights = model_weights(args.model, say)
     with progress_bar("repeats", settings.repeats) as advance:
         facts = measure_kernels(weights, settings, advance)
     if facts["unsupported"]:
-        _say(f"left out, this processor cannot: {', '.join(facts['unsupported'])}")
+        say(f"left out, this processor cannot: {', '.join(facts['unsupported'])}")
     write_report(args, "kernels", facts, _show)
     return 0
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dspark.cli.destination import check_file
+
 __all__ = ["add_json_option", "check_json_path", "ranged", "write_report"]
 
 ROWS = "1,2,4,6,8,16,64"
@@ -21,12 +23,10 @@ def check_json_path(path: str | None) -> None:
     """Before measuring: the report has somewhere to go.
 
     Raises:
-        DSparkError: there is no such directory.
+        DSparkError: it cannot be written there.
     """
-    from dspark.core import DSparkError
-
-    if path not in (None, "-") and not Path(path).parent.is_dir():
-        raise DSparkError(f"no directory {str(Path(path).parent)!r} for the report: create it first")
+    if path not in (None, "-"):
+        check_file(path)
 
 
 def write_report(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from dspark.cli.bench_report import (
@@ -14,6 +13,7 @@ from dspark.cli.bench_report import (
     write_report,
 )
 from dspark.cli.lists import integers
+from dspark.cli.messages import say
 from dspark.cli.options import add_model_options, set_threads, speculative_config
 
 __all__ = ["add_parser"]
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     check_json_path(args.json)
     if args.threads is not None:
         set_threads(args.threads)
-    compile_kernels(_say)
-    loaded = load_target(args.model, report=_say, activation_dtype=args.activation_dtype)
+    compile_kernels(say)
+    loaded = load_target(args.model, report=say, activation_dtype=args.activation_dtype)
     drafter, block = build_drafter(config, loaded.decoder)
     drafts = args.num_speculative_tokens or (drafter.max_draft if drafter is not None else block.length)
     settings = RoundSettings(**chosen, drafts=drafts)
@@ -80,10 +80,6 @@ def run(args: argparse.Namespace) -> int:
         facts = measure_rounds(loaded.decoder, drafter, texts, settings, advance)
     write_report(args, "round", {"drafts": drafts, **facts}, _show)
     return 0
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.cli.calibrate_rounds import chosen_rounds, rounds_path
+from dspark.cli.destination import check_file
 from dspark.cli.lists import floats
+from dspark.cli.messages import say
 from dspark.cli.options import add_model_options
 
 if TYPE_CHECKING:
@@ -150,11 +151,12 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.diagram is not None and not args.diagram.endswith(".svg"):
         raise DSparkError(f"--diagram writes an .svg file, not {args.diagram!r}")
-    for path in (args.out, args.rounds, args.diagram):
-        if path is not None and Path(path).is_dir():
-            raise DSparkError(f"{path} is a directory: name a file in it")
-        if path is not None and not Path(path).parent.is_dir():
-            raise DSparkError(f"no directory {str(Path(path).parent)!r} for {path!r}: create it first")
+    if args.check is None:
+        check_file(args.out)
+    if args.convert is None and not args.no_collect:
+        check_file(rounds_path(args))
+    if args.diagram is not None:
+        check_file(args.diagram)
     if not 0 < args.held_out < 1:
         raise DSparkError(f"--held-out must lie between 0 and 1, got {args.held_out}")
 
@@ -189,11 +191,11 @@ def _report(args: argparse.Namespace, evaluation: Evaluation, saved: bool, hint:
         out.print(slot_table(evaluation))
         out.print(group_table(evaluation))
     for warning in evaluation.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     if evaluation.refusal is not None:
         kept = "" if args.check else "; nothing was saved"
-        print(f"refused: {evaluation.refusal}{kept}", file=sys.stderr)
+        say(f"refused: {evaluation.refusal}{kept}")
     elif saved and not args.json:
         Output().print(f"saved: {args.out}")
     if hint is not None:
-        print(f"hint: {hint}", file=sys.stderr)
+        say(f"hint: {hint}")

@@ -102,18 +102,15 @@ def _prompts(prompts: str) -> list[CalibrationPrompt]:
     """Built-in prompts, or those of a file, which are told apart by what they say."""
     from dspark.calibrate.jobs import CalibrationPrompt
     from dspark.core import DSparkError
-    from dspark.data import load_prompts
-    from dspark.evaluate.conversations import load_prompt_sets
+    from dspark.evaluate.conversations import load_conversations
 
+    if prompts.isdecimal() and int(prompts) < 2:
+        raise DSparkError(f"--prompts must be 2 or more, one to fit to and one to judge by, got {prompts}")
+    conversations = load_conversations(prompts)
     if prompts.isdecimal():
-        if int(prompts) < 2:
-            raise DSparkError(
-                f"--prompts must be 2 or more, one to fit to and one to judge by, got {prompts}"
-            )
-        return [CalibrationPrompt(p.id, p.domain, p.messages) for p in load_prompts(limit=int(prompts))]
-    (chosen,) = load_prompt_sets([prompts])
+        return [CalibrationPrompt(c.id, c.domain, c.messages) for c in conversations]
     found = {}
-    for c in chosen.conversations:
+    for c in conversations:
         key = hashlib.sha256(json.dumps(c.messages, sort_keys=True).encode()).hexdigest()[:16]
         found[key] = CalibrationPrompt(key, c.domain, c.messages)
     return list(found.values())

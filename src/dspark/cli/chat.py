@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.messages import say
 from dspark.cli.options import (
     add_model_options,
     add_sampling_options,
@@ -47,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     check_schedule_options(args)
     config |= schedule_config(args, args.method)
     conversation = Conversation(load_llm(args, config, max_num_seqs=1), params, args.system)
-    _note(COMMANDS)
+    say(COMMANDS)
     while True:
         try:
             line = input("> ").strip()
         except EOFError:
-            _note("")
+            say("")
             return 0
         if line == "/exit":
             return 0
@@ -67,17 +68,17 @@ def _obey(conversation: Conversation, line: str) -> None:
     command, _, rest = line.partition(" ")
     if command == "/reset":
         conversation.reset()
-        _note("(forgotten)")
+        say("(forgotten)")
     elif command == "/system":
         conversation.system = rest.strip() or None
-        _note("(system message set)" if rest.strip() else "(system message removed)")
+        say("(system message set)" if rest.strip() else "(system message removed)")
     elif command.startswith("/"):
-        _note(f"unknown command {command}; {COMMANDS}")
+        say(f"unknown command {command}; {COMMANDS}")
     else:
         try:
             conversation.answer(line, _show)
         except DSparkError as error:
-            _note(f"error: {error}")
+            say(f"error: {error}")
 
 
 class Conversation:
@@ -113,7 +114,7 @@ class Conversation:
         from dspark.cli.terminal import figure
 
         rate = tokens / (time.perf_counter() - begin)
-        _note(f"({tokens} tokens, {rate:.1f} tokens/s, accepted length {figure(length)})")
+        say(f"({tokens} tokens, {rate:.1f} tokens/s, accepted length {figure(length)})")
         return text
 
     def _fitting_prompt(self) -> list[int]:
@@ -130,7 +131,7 @@ class Conversation:
             del self.turns[:2]  # a question and its answer
             dropped += 1
         if dropped:
-            _note(f"(the context of {context} tokens is full: forgot the oldest {dropped} exchange(s))")
+            say(f"(the context of {context} tokens is full: forgot the oldest {dropped} exchange(s))")
         return prompt
 
     def _stream(self, prompt: list[int], show: Callable[[str], None]) -> tuple[str, int, float]:
@@ -175,8 +176,3 @@ def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
 def _show(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _note(text: str) -> None:
-    """To stderr: stdout holds the conversation."""
-    print(text, file=sys.stderr, flush=True)

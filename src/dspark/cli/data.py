@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.destination import check_file
 from dspark.cli.lists import floats
+from dspark.cli.messages import say
 from dspark.cli.options import DEFAULT_MODEL, add_model_options, load_llm, speculative_config
 
 if TYPE_CHECKING:
@@ -122,19 +123,21 @@ def _generate(args: argparse.Namespace) -> int:
     settings = GenerateSettings(**{n: getattr(args, n) for n in (*names, "limit", "seed")})
     if args.self_prompts < 0 or not (args.prompts or args.self_prompts):
         raise DSparkError("there are no prompts: name files, or give --self-prompts a number of 1 or more")
+    for ending in ("", ".dropped", ".prompts"):
+        check_file(args.output.with_name(args.output.name + ending), make_parents=True)
     skipped: Counter[str] = Counter()
     prompts = read_prompts(args.prompts)
     config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
     llm = _load(args, config, settings)
     file = AnswerFile(args.output, llm.engine.target.identity)
     if file.torn:
-        print(f"{args.output}: the last line was torn; its answer is written again", file=sys.stderr)
+        say(f"{args.output}: the last line was torn; its answer is written again")
     try:
         prompts += _self_prompts(args, llm)
         jobs = plan_jobs(list(distinct(prompts, skipped)), settings)
         tally = _answer(llm, jobs, settings, file)
     except KeyboardInterrupt:
-        print(f"stopped with {file.kept.total()} answers; the same command goes on", file=sys.stderr)
+        say(f"stopped with {file.kept.total()} answers; the same command goes on")
         return 130
     finally:
         file.close()
@@ -183,7 +186,7 @@ def _self_prompts(args: argparse.Namespace, llm: LLM) -> list[TrainingPrompt]:
     with StatusLine(render) as line:
         prompts = write_prompts(llm, args.self_prompts, path, args.seed, show)
     if len(prompts) < args.self_prompts:
-        print(f"the target wrote only {render()}", file=sys.stderr)
+        say(f"the target wrote only {render()}")
     return prompts
 
 
@@ -255,7 +258,7 @@ def _inspect(args: argparse.Namespace) -> int:
         args.files,
         args.draft_vocab_sizes,
         args.drafter,
-        report=lambda line: print(line, file=sys.stderr),
+        report=say,
     )
     if args.json:
         write_json(facts, indent=1)

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.destination import check_directory
 from dspark.cli.evaluate_report import report
 from dspark.cli.lists import floats
-from dspark.cli.options import DEFAULT_MODEL, load_llm, speculative_config
+from dspark.cli.options import add_model_options, load_llm, speculative_config
 from dspark.drafters.methods import NAMES
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     _add_collision_options(parser)
-    _add_model_options(parser)
+    add_model_options(parser, with_method=False, with_drafter=False)
     parser.set_defaults(run=run)
 
 
@@ -87,30 +88,6 @@ def _add_collision_options(parser: argparse.ArgumentParser) -> None:
         default=4,
         metavar="N",
         help="tokens tried in the place of the first part; 0 skips it (%(default)s)",
-    )
-
-
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="known name, Hugging Face directory or .gguf file (%(default)s)",
-    )
-    group.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        metavar="N",
-        help="gamma, drafts a round; default: each drafter's own block",
-    )
-    group.add_argument("--device", default="cpu", help="cpu, cuda (%(default)s)")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
-    group.add_argument("--dtype", default="float32", help="of the weights and the KV cache (%(default)s)")
-    group.add_argument(
-        "--activation-dtype",
-        default="auto",
-        metavar="DTYPE",
-        help="inputs of products with quantised weights: float32, int8, or auto: int8 where it is fast (%(default)s)",
     )
 
 
@@ -142,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
             probable=args.probable, improbable=args.improbable, alternatives=args.alternatives
         ),
     )
+    check_directory(Path(args.output).expanduser())
     sets = load_prompt_sets(args.prompts, args.limit)
     entrants = _entrants(args)
     store = CellStore(Path(args.output).expanduser(), _fixed(args, settings, entrants))

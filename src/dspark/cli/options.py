@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.messages import say
 from dspark.cli.startup import nothing_collected
 from dspark.drafters.methods import LOOKUP, NAMES, TRAINED
 from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
@@ -31,9 +31,12 @@ LOOKUP_TOKENS = 7  # most that "+lookup" copies a round
 
 
 def add_model_options(
-    parser: argparse.ArgumentParser, with_method: bool = True, method: str = "dspark"
+    parser: argparse.ArgumentParser,
+    with_method: bool = True,
+    method: str = "dspark",
+    with_drafter: bool = True,
 ) -> None:
-    """--model, --drafter, --num-speculative-tokens, --device, --threads, the dtypes, and --method if there is one."""
+    """--model, --num-speculative-tokens, --device, --threads, the dtypes; --method and --drafter where there is one."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -48,9 +51,10 @@ def add_model_options(
             metavar="METHOD",
             help=f"who drafts: {', '.join(NAMES)}; +lookup copies where the text repeats (%(default)s)",
         )
-    group.add_argument(
-        "--drafter", metavar="PATH", help="drafter checkpoint; without it the one shipped for the model"
-    )
+    if with_drafter:
+        group.add_argument(
+            "--drafter", metavar="PATH", help="drafter checkpoint; without it the one shipped for the model"
+        )
     group.add_argument(
         "--num-speculative-tokens",
         type=int,
@@ -227,6 +231,6 @@ def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -
             device=args.device,
             dtype=args.dtype,
             activation_dtype=args.activation_dtype,
-            report=lambda message: print(message, file=sys.stderr, flush=True),
+            report=say,
             **options,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.destination import check_file
+from dspark.cli.messages import say
 from dspark.cli.options import add_model_options, set_threads, speculative_config
 
 if TYPE_CHECKING:
@@ -57,18 +58,20 @@ def run(args: argparse.Namespace) -> int:
     if args.table is not None:
         if args.export is not None:
             raise DSparkError("--export writes what was measured: leave --import out")
-        cost = read_cost_table(Path(args.table), None, _say)
+        cost = read_cost_table(Path(args.table), None, say)
         facts = describe(cost)
     else:
+        if args.export is not None:
+            check_file(Path(args.export).expanduser())
         profile = _measure(args)
         facts = profile.as_dict()
         if args.export is not None:
             lost = write_cost_table(profile, Path(args.export), args.format)
             if lost:
-                _say(f"the format {args.format} has no place for {', '.join(lost)}")
+                say(f"the format {args.format} has no place for {', '.join(lost)}")
         cost = profile.cost()
     if cost.warning is not None:
-        _say(f"warning: {cost.warning}")
+        say(f"warning: {cost.warning}")
     if args.json:
         write_json(facts, indent=1)
     else:
@@ -95,16 +98,10 @@ def _measure(args: argparse.Namespace) -> Profile:
     if args.threads is not None:
         set_threads(args.threads)
     if args.device == "cpu" and args.dtype == "float32":
-        compile_kernels(_say)
-    loaded = load_target(args.model, dtypes[args.dtype], args.device, _say, args.activation_dtype)
+        compile_kernels(say)
+    loaded = load_target(args.model, dtypes[args.dtype], args.device, say, args.activation_dtype)
     drafter, block = build_drafter(config, loaded.decoder)
-    return ensure_profile(
-        loaded.decoder, drafter, block.length, args.max_num_seqs, _say, settings, again=True
-    )
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    return ensure_profile(loaded.decoder, drafter, block.length, args.max_num_seqs, say, settings, again=True)
 
 
 def _print(cost: dict[str, Any], noise: float | None) -> None:

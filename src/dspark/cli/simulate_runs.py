@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dspark.simulate.setup import Setup
 
-__all__ = ["DEFAULT_POLICIES", "run_capacity", "run_hindsight", "run_sweep", "run_validate"]
-
-DEFAULT_POLICIES = "plain,fixed,threshold,prefix,lagged"
+__all__ = ["run_capacity", "run_hindsight", "run_sweep", "run_validate"]
 
 
 def run_sweep(args: argparse.Namespace, setup: Setup) -> int:
@@ -75,7 +73,7 @@ def run_validate(args: argparse.Namespace, setup: Setup) -> int:
     records = read_steps(args.validate)
     prices = cross_validate(records)
     runs = {}
-    if args.concurrency is not None and len(args.concurrency) == 1:
+    if args.concurrency is not None:
         scenario = replace(setup.scenario(setup.loads[0]), cost=fit_cost(records))
         with _progress(len(setup.policies)) as advance:
             for name, make in setup.policies.items():
@@ -96,17 +94,13 @@ def run_validate(args: argparse.Namespace, setup: Setup) -> int:
 def run_hindsight(args: argparse.Namespace, setup: Setup) -> int:
     from dspark.core import DSparkError
     from dspark.simulate.hindsight import replay_file
-    from dspark.simulate.policies import policy_factory
     from dspark.simulate.report import hindsight_markdown
 
-    if not setup.closed or not Path(args.acceptance).is_file():
-        raise DSparkError(
-            "--hindsight needs --acceptance PATH with recorded rounds, and users (--concurrency)"
-        )
-    names = ("prefix,lagged,auto" if args.policies == DEFAULT_POLICIES else args.policies).split(",")
+    if not Path(args.acceptance).is_file():
+        raise DSparkError("--hindsight needs --acceptance PATH with recorded rounds")
     found = replay_file(
         args.acceptance,
-        {name: policy_factory(name, setup.acceptance.gamma, setup.beliefs.cost) for name in names},
+        setup.policies,
         setup.machine.cost,
         users=[int(load) for load in setup.loads],
         rounds=args.rounds,

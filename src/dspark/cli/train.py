@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.cli.destination import check_directory
+
 if TYPE_CHECKING:
     from dspark.train.trainer import Trainer
 
@@ -53,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
     started = time.perf_counter()
     config = TrainConfig.load(args.config, args.set)
+    check_directory(config.output)
+    if config.feature_dir:
+        check_directory(config.feature_dir)
     processes = join_processes(config.device)
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     trainer = build_trainer(config, say if processes.is_first else lambda message: None, processes)

@@ -74,7 +74,12 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
     if method == "ngram":
         lookup_min, lookup_max = _lookup_sizes(config)
         return NgramDrafter(count or 5, lookup_max, lookup_min), FixedLength(count or 5)
-    directory = _checkpoint(config, method, target)
+    return _trained_drafter(config, method, target)
+
+
+def _trained_drafter(config: Mapping[str, Any], method: str, target: Target) -> tuple[Drafter, FixedLength]:
+    """Of a checkpoint; behind prompt lookup where `config` asks for it."""
+    count, directory = _whole(config, "num_speculative_tokens"), _checkpoint(config, method, target)
     model = load_drafter_model(directory, target, served=True)
     if model.config.method != method:
         raise DSparkError(

@@ -49,49 +49,61 @@ def judge(batch: Batch, draft: Draft, seen: Verification, rule: AcceptanceRule =
     Penalties, bias and masks act per position: a row's history counts the drafts before it in.
     """
     logits = seen.output.logits
-    device = logits.device
     running = [batch.running[r] for r in seen.sampling.tolist()]
     requests = [r.request for r in running]
-    raw = None
-    if any(r.params.raw_logprobs and r.params.logprobs is not None for r in requests):
-        raw = logits.clone()
+    wants_raw = any(r.params.raw_logprobs and r.params.logprobs is not None for r in requests)
+    raw = logits.clone() if wants_raw else None
     for s, r in enumerate(running):
         if r.shaper is not None:
             start, length = seen.logit_start[s], seen.lengths[s]
             shaped = logits[start : start + length + 1]
             r.shaper.shape(shaped, draft.tokens[seen.sampling[s], :length].tolist())
-    counts, tokens = seen.lengths + 1, draft.tokens
+    tokens = draft.tokens
     if len(requests) < len(tokens):
-        tokens = tokens[torch.from_numpy(seen.sampling).to(device)]
+        tokens = tokens[torch.from_numpy(seen.sampling).to(logits.device)]
     if all(request.params.greedy for request in requests):
         found = None if any(r.shaper for r in running) else seen.output.argmax
         best = argmax(logits) if found is None else found
         decided = greedy_rule(tokens, seen.lengths, best, seen.logit_start)
-        return Judgement(*decided, logits, raw, requests, counts)
-    rows = SamplingRows.of(requests, device)
-    target_rows = rows.repeat(counts)
-    if rule == "shared_noise":
-        p_target, positions = probabilities(logits, target_rows), _positions(requests, seen).to(device)
-        choice = shared_noise_choice(p_target, target_rows.seed, positions)
-        decided = greedy_rule(tokens, seen.lengths, choice, seen.logit_start)
-        return Judgement(*decided, logits, raw, requests, counts)
+    else:
+        decide = _by_shared_noise if rule == "shared_noise" else _by_ratio
+        decided = decide(requests, draft, tokens, seen)
+    return Judgement(*decided, logits, raw, requests, seen.lengths + 1)
+
+
+def _by_shared_noise(
+    requests: Sequence[Request], draft: Draft, tokens: torch.Tensor, seen: Verification
+) -> tuple[np.ndarray, np.ndarray]:
+    """[S] accepted drafts and [S] next tokens. `tokens` [S, gamma] are those of `draft`."""
+    logits = seen.output.logits
+    rows = SamplingRows.of(requests, logits.device).repeat(seen.lengths + 1)
+    positions = _positions(requests, seen).to(logits.device)
+    choice = shared_noise_choice(probabilities(logits, rows), rows.seed, positions)
+    return greedy_rule(tokens, seen.lengths, choice, seen.logit_start)
+
+
+def _by_ratio(
+    requests: Sequence[Request], draft: Draft, tokens: torch.Tensor, seen: Verification
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `_by_shared_noise`."""
+    logits = seen.output.logits
+    rows = SamplingRows.of(requests, logits.device)
     index, lengths, row_start = (
-        torch.from_numpy(x).to(device) for x in (seen.sampling, seen.lengths, seen.logit_start)
+        torch.from_numpy(x).to(logits.device) for x in (seen.sampling, seen.lengths, seen.logit_start)
     )
-    slots = torch.arange(draft.gamma + 1, device=device)
+    slots = torch.arange(draft.gamma + 1, device=logits.device)
     verdict = ratio_rule(
         tokens,
         lengths,
         None if draft.probs is None else draft.probs[index],
         draft.vocab,
-        probabilities(logits, target_rows),
+        probabilities(logits, rows.repeat(seen.lengths + 1)),
         row_start,
         accept_u=rows.uniform(slots[:-1], Purpose.ACCEPT),
         resample_u=rows.uniform(slots[:1], Purpose.RESAMPLE)[:, 0],
         one_hot=None if draft.one_hot is None else draft.one_hot[index],
     )
-    decided = verdict.num_accepted.cpu().numpy(), verdict.next_token.cpu().numpy()
-    return Judgement(*decided, logits, raw, requests, counts)
+    return verdict.num_accepted.cpu().numpy(), verdict.next_token.cpu().numpy()
 
 
 def _positions(requests: Sequence[Request], seen: Verification) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from dspark.core import DSparkError
 from dspark.data import load_prompts
 
-__all__ = ["BUILTIN", "Conversation", "PromptSet", "fingerprint", "load_prompt_sets"]
+__all__ = ["BUILTIN", "Conversation", "PromptSet", "fingerprint", "load_conversations", "load_prompt_sets"]
 
 BUILTIN = "builtin"
 Messages = list[dict[str, str]]
@@ -57,12 +57,23 @@ def load_prompt_sets(sources: Sequence[str], limit: int | None = None) -> list[P
         DSparkError: no such file, a line of another form, nothing in a set, or two sets of one name.
     """
     if limit is not None and limit < 1:
-        raise DSparkError(f"the limit of prompts must be 1 or more, got {limit}")
+        raise DSparkError(f"the number of prompts must be 1 or more, got {limit}")
     sets = [_builtin(limit) if source == BUILTIN else _read(source, limit) for source in sources]
     twice = [name for name, count in Counter(s.name for s in sets).items() if count > 1]
     if twice:
         raise DSparkError(f"two prompt sets are called {twice[0]!r}: rename one of the files")
     return sets
+
+
+def load_conversations(prompts: str) -> tuple[Conversation, ...]:
+    """Of the first so many built-in prompts where `prompts` is a number, else of one source of `load_prompt_sets`.
+
+    Raises:
+        DSparkError: what `load_prompt_sets` refuses.
+    """
+    source, limit = (BUILTIN, int(prompts)) if prompts.isdecimal() else (prompts, None)
+    (chosen,) = load_prompt_sets([source], limit)
+    return chosen.conversations
 
 
 def _builtin(limit: int | None) -> PromptSet:

@@ -54,6 +54,15 @@ class _Talk:
     messages: Messages
     turn: int = 0
 
+    def goes_on(self, answer: str) -> bool:
+        """Behind `answer` comes the next question, if there is one."""
+        if self.turn == len(self.conversation.followups):
+            return False
+        self.messages.append({"role": "assistant", "content": answer})
+        self.messages.append({"role": "user", "content": self.conversation.followups[self.turn]})
+        self.turn += 1
+        return True
+
 
 def play(
     contestant: Contestant,
@@ -104,10 +113,7 @@ def play(
             if recorder is not None:
                 answer.counts, answer.suspects = recorder.take(event.request_id)
             answers.append(answer)
-            if talk.turn < len(talk.conversation.followups):
-                talk.messages.append({"role": "assistant", "content": event.output.text})
-                talk.messages.append({"role": "user", "content": talk.conversation.followups[talk.turn]})
-                talk.turn += 1
+            if talk.goes_on(event.output.text):
                 ask(talk)
     seconds = time.perf_counter() - begin
     order = {conversation.id: i for i, conversation in enumerate(conversations)}

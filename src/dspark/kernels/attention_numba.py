@@ -16,11 +16,11 @@ from dspark.kernels.attention_simd import (
     merge_states,
     mix_values,
     prefetch,
-    scale_floats,
     score_keys,
     softmax_strip,
 )
 from dspark.kernels.memory import fetch_add, floats, integers
+from dspark.kernels.rows import multiply_row
 from dspark.kernels.simd import FEATURES, LANES
 
 __all__ = [
@@ -60,7 +60,7 @@ def _load_queries(call, item, kv_head, queries):
     numbers = group * call.head_dim
     for row in range(item[1], item[2]):
         source = call.q + 4 * (row * call.heads + kv_head * group) * call.head_dim
-        scale_floats(source, scale, queries + 4 * (row - item[1]) * numbers, numbers)
+        multiply_row(source, scale, queries + 4 * (row - item[1]) * numbers, numbers)
 
 
 @njit

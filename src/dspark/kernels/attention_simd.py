@@ -29,6 +29,7 @@ from dspark.kernels.simd import (
     ZERO,
     across,
     constant,
+    each_vector,
     exp2,
     fma,
     load,
@@ -49,7 +50,6 @@ __all__ = [
     "merge_states",
     "mix_values",
     "prefetch",
-    "scale_floats",
     "scatter_halves",
     "score_keys",
     "softmax_strip",
@@ -68,9 +68,8 @@ def prefetch(typingctx: Any, address: Any, count: Any) -> Any:
     """Ask for `count` floats behind `address` to be brought near: blocks are scattered in memory."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        with cgutils.for_range(builder, builder.sdiv(args[1], I64(LANES))) as loop:
-            line = nth(builder, args[0], loop.index, 4 * LANES)
-            simd.prefetch(builder, line, locality=2)
+        with each_vector(builder, args[1]) as at:
+            simd.prefetch(builder, nth(builder, args[0], at), locality=2)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -82,9 +81,8 @@ def store_halves(typingctx: Any, x: Any, out: Any, count: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, out, count = args
-        with cgutils.for_range(builder, builder.sdiv(count, I64(LANES))) as part:
-            first = builder.mul(part.index, I64(LANES))
-            store_lanes(builder, load_lanes(builder, x, first), out, first, half=True)
+        with each_vector(builder, count) as at:
+            store_lanes(builder, load_lanes(builder, x, at), out, at, half=True)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), codegen
@@ -102,21 +100,6 @@ def scatter_halves(typingctx: Any, x: Any, out: Any, count: Any, step: Any) -> A
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen
-
-
-@intrinsic
-def scale_floats(typingctx: Any, x: Any, factor: Any, out: Any, count: Any) -> Any:
-    """out[i] = factor x[i] for `count` floats, a multiple of 16."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, factor, out, count = args
-        factor = splat(builder, factor)
-        with cgutils.for_range(builder, builder.sdiv(count, I64(LANES))) as part:
-            first = builder.mul(part.index, I64(LANES))
-            store_lanes(builder, builder.fmul(load_lanes(builder, x, first), factor), out, first)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32, types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -283,9 +266,8 @@ def merge_states(typingctx: Any, count: Any, head_dim: Any, states: Any, more: A
             new = maximum(builder, old, other)
             share, other_share = (exp2(builder, builder.fsub(peak, new)) for peak in (old, other))
             store(builder, builder.extract_element(new, I32(0)), ours, 4 * PEAK)
-            vectors = builder.sdiv(builder.add(head_dim, I64(STATE - MASS)), I64(LANES))
-            with cgutils.for_range(builder, vectors) as part:
-                at = builder.add(builder.mul(part.index, I64(LANES)), I64(MASS))
+            with each_vector(builder, builder.add(head_dim, I64(STATE - MASS))) as behind_mass:
+                at = builder.add(behind_mass, I64(MASS))
                 added = builder.fmul(load_lanes(builder, theirs, at), other_share)
                 store_lanes(builder, fma(builder, load_lanes(builder, ours, at), share, added), ours, at)
         return context.get_dummy_value()
@@ -304,8 +286,7 @@ def divide_states(typingctx: Any, count: Any, head_dim: Any, states: Any, out: A
             mass = across(builder, load(builder, VECTOR, state, 4 * MASS), builder.fadd)
             inverse = builder.fdiv(constant(1.0), mass)
             row = nth(builder, out, builder.mul(query.index, head_dim))
-            with cgutils.for_range(builder, builder.sdiv(head_dim, I64(LANES))) as part:
-                at = builder.mul(part.index, I64(LANES))
+            with each_vector(builder, head_dim) as at:
                 mixed = load_lanes(builder, state, builder.add(at, I64(STATE)))
                 store_lanes(builder, builder.fmul(mixed, inverse), row, at)
         return context.get_dummy_value()

@@ -37,7 +37,7 @@ def softmax_row(x, p, size, temperature):
             _one_hot(p, 0, size)
     else:
         total = exp_row(x, top, np.float32(min(_LOG2_E / temperature, 3e38)), p, size)
-        multiply_row(p, np.float32(1.0 / total), size)
+        multiply_row(p, np.float32(1.0 / total), p, size)
 
 
 @njit

@@ -5,8 +5,6 @@ Counts are multiples of `LANES`; addresses are integers (bytes); see `simd`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -23,6 +21,7 @@ from dspark.kernels.simd import (
     ZERO,
     call,
     constant,
+    each_vector,
     exp2,
     fma,
     load_lanes,
@@ -45,20 +44,13 @@ __all__ = [
 _LOG2_E = 1.4426950408889634
 
 
-@contextmanager
-def _each_vector(builder: Any, count: Any) -> Iterator[Any]:
-    """Loop over `count` floats a vector at a time; gives the number of its first float."""
-    with cgutils.for_range(builder, builder.sdiv(count, I64(LANES))) as loop:
-        yield builder.mul(loop.index, I64(LANES))
-
-
 @intrinsic
 def add_rows(typingctx: Any, x: Any, y: Any, out: Any, count: Any) -> Any:
     """out = x + y."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, y, out, count = args
-        with _each_vector(builder, count) as at:
+        with each_vector(builder, count) as at:
             store_lanes(
                 builder, builder.fadd(load_lanes(builder, x, at), load_lanes(builder, y, at)), out, at
             )
@@ -71,7 +63,7 @@ def _dot(builder: Any, x: Any, y: Any, count: Any) -> Any:
     """sum_i x[i] y[i], lane by lane and then across the lanes."""
     sums = cgutils.alloca_once_value(builder, ZERO)
     builder.store(ZERO, sums)
-    with _each_vector(builder, count) as at:
+    with each_vector(builder, count) as at:
         value = fma(builder, load_lanes(builder, x, at), load_lanes(builder, y, at), builder.load(sums))
         builder.store(value, sums)
     total, lanes = FLOAT(0.0), builder.load(sums)
@@ -114,7 +106,7 @@ def largest_sum(typingctx: Any, x: Any, y: Any, count: Any) -> Any:
         builder.store(lanes[0], best_at)
         added = builder.icmp_signed("!=", y, I64(0))
         other = builder.select(added, y, x)  # something to read where there is nothing to add
-        with _each_vector(builder, count) as at:
+        with each_vector(builder, count) as at:
             value = load_lanes(builder, x, at)
             value = builder.select(added, builder.fadd(value, load_lanes(builder, other, at)), value)
             here = builder.add(splat(builder, builder.trunc(at, I32)), lanes[0])
@@ -143,7 +135,7 @@ def scale_row(typingctx: Any, x: Any, factor: Any, w: Any, out: Any, count: Any)
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, factor, w, out, count = args
         factor = splat(builder, factor)
-        with _each_vector(builder, count) as at:
+        with each_vector(builder, count) as at:
             scaled = builder.fmul(load_lanes(builder, x, at), factor)
             store_lanes(builder, builder.fmul(scaled, load_lanes(builder, w, at)), out, at)
         return context.get_dummy_value()
@@ -153,17 +145,17 @@ def scale_row(typingctx: Any, x: Any, factor: Any, w: Any, out: Any, count: Any)
 
 
 @intrinsic
-def multiply_row(typingctx: Any, x: Any, factor: Any, count: Any) -> Any:
-    """x *= factor."""
+def multiply_row(typingctx: Any, x: Any, factor: Any, out: Any, count: Any) -> Any:
+    """out = x factor; out may be x."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, factor, count = args
+        x, factor, out, count = args
         factor = splat(builder, factor)
-        with _each_vector(builder, count) as at:
-            store_lanes(builder, builder.fmul(load_lanes(builder, x, at), factor), x, at)
+        with each_vector(builder, count) as at:
+            store_lanes(builder, builder.fmul(load_lanes(builder, x, at), factor), out, at)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, types.int64), codegen
+    return types.void(types.int64, types.float32, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -178,7 +170,7 @@ def exp_row(typingctx: Any, x: Any, top: Any, scale: Any, out: Any, count: Any) 
         top, scale = splat(builder, top), splat(builder, scale)
         wide = ir.VectorType(ir.DoubleType(), LANES)
         total = cgutils.alloca_once_value(builder, ir.Constant(wide, [0.0] * LANES))
-        with _each_vector(builder, count) as at:
+        with each_vector(builder, count) as at:
             power = builder.fmul(builder.fsub(load_lanes(builder, x, at), top), scale)
             counts = builder.fcmp_ordered(">=", power, constant(-126.0))
             rest = builder.select(builder.fcmp_unordered("uno", power, power), power, ZERO)
@@ -200,7 +192,7 @@ def rotate_row(typingctx: Any, x: Any, cos: Any, sin: Any, out: Any, half: Any) 
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, cos, sin, out, half = args
-        with _each_vector(builder, half) as at:
+        with each_vector(builder, half) as at:
             behind = builder.add(at, half)
             first, second = load_lanes(builder, x, at), load_lanes(builder, x, behind)
             c, s = load_lanes(builder, cos, at), load_lanes(builder, sin, at)
@@ -219,7 +211,7 @@ def swiglu_row(typingctx: Any, gate: Any, up: Any, out: Any, count: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         gate, up, out, count = args
-        with _each_vector(builder, count) as at:
+        with each_vector(builder, count) as at:
             g = load_lanes(builder, gate, at)
             size = call(builder, f"llvm.fabs.v{LANES}f32", VECTOR, [g])
             power = exp2(builder, builder.fmul(size, constant(-_LOG2_E)))

@@ -7,7 +7,8 @@ AVX-512, AVX2 or NEON. All addresses are integers (bytes).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -30,6 +31,7 @@ __all__ = [
     "by_count",
     "call",
     "constant",
+    "each_vector",
     "exp2",
     "fma",
     "load",
@@ -162,3 +164,10 @@ def by_count(builder: Any, value: Any, least: int, most: int, each: Callable[[in
         each(count)
         builder.branch(after)
     builder.position_at_end(after)
+
+
+@contextmanager
+def each_vector(builder: Any, count: Any) -> Iterator[Any]:
+    """Loop over `count` floats a vector at a time; gives the number of its first float."""
+    with cgutils.for_range(builder, builder.sdiv(count, I64(LANES))) as loop:
+        yield builder.mul(loop.index, I64(LANES))

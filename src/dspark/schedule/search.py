@@ -24,11 +24,9 @@ __all__ = [
     "best_budget",
     "best_to_draft",
     "decoding_curve",
-    "decoding_seconds",
     "early_stop",
     "fill_upwards",
     "rank",
-    "rate_curve",
 ]
 
 
@@ -98,13 +96,6 @@ def rank(survival: np.ndarray, drafted: np.ndarray) -> Ranking:
     )
 
 
-def rate_curve(
-    ranking: Ranking, state: ScheduleState, cost: CostModel, draft_seconds: np.ndarray | float
-) -> Curve:
-    """`draft_seconds` of the round, which is drafted: of any budget, or [N + 1] of each."""
-    return Curve(ranking, state.outputs, decoding_curve(state, cost, len(ranking)) + draft_seconds)
-
-
 def decoding_curve(state: ScheduleState, cost: CostModel, most: int) -> np.ndarray:
     """[most + 1] what a pass with 0, 1, ... drafts costs beyond its prompts.
 
@@ -112,23 +103,12 @@ def decoding_curve(state: ScheduleState, cost: CostModel, most: int) -> np.ndarr
     of Theta they would make every draft look nearly free: faster rounds would seem to spread them over more tokens,
     but the answers end sooner, the next prompts come sooner, and a token bears as much of them as before.
     """
-    seconds = cost.step_curve(state.num_requests, state.query_tokens, most + 1, state.context)
-    prompts = _prompt_seconds(state, cost)
-    return seconds - prompts if prompts > 0 else seconds
-
-
-def decoding_seconds(state: ScheduleState, cost: CostModel, budget: int) -> float:
-    """One value of `decoding_curve`."""
-    seconds = cost.step_price(state.num_requests, state.query_tokens + budget, state.context)
-    return seconds - _prompt_seconds(state, cost)
-
-
-def _prompt_seconds(state: ScheduleState, cost: CostModel) -> float:
     R, rows, decoding = state.num_requests, state.query_tokens, state.outputs
+    seconds = cost.step_curve(R, rows, most + 1, state.context)
     if rows == R:
-        return 0.0
+        return seconds
     alone = cost.step_price(decoding, decoding, state.decoding_context)
-    return max(cost.step_price(R, rows, state.context) - alone, 0.0)
+    return seconds - max(cost.step_price(R, rows, state.context) - alone, 0.0)
 
 
 def early_stop(curve: Curve, min_gain: float = 0.0) -> int:

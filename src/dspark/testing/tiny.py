@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tokenizers
 import torch
@@ -12,11 +12,12 @@ import torch
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.block import BlockDrafter
 from dspark.drafters.config import DrafterConfig
+from dspark.drafters.model import DrafterModel
 from dspark.target.config import DecoderConfig
 from dspark.target.decoder import Decoder
 from dspark.target.tokenizer import Tokenizer
 
-__all__ = ["tiny_decoder", "tiny_drafter", "tiny_tokenizer"]
+__all__ = ["drafter_shape", "randomise", "tiny_decoder", "tiny_drafter", "tiny_tokenizer"]
 
 Kind = Literal["llama", "qwen2", "qwen3"]
 
@@ -100,43 +101,54 @@ def tiny_drafter(
 ) -> BlockDrafter:
     """A random block drafter in the target's dtype, with the target's embedding and LM head."""
     config = DrafterConfig(
+        **drafter_shape(target),
         method=method,
         block_size=block_size,
         num_layers=2,
-        hidden_size=target.hidden_size,
-        intermediate_size=2 * target.hidden_size,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=target.hidden_size // 4,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        max_context=target.max_context,
         qk_norm=True,
-        vocab_size=target.vocab_size,
         mask_token_id=target.vocab_size - 1,
         taps=(-1, len(target.layers) - 1),
         markov_rank=min(8, draft_vocab_size or target.vocab_size) if method == "dspark" else 0,
         markov_head_type=head,
         confidence_head=method == "dspark",
         draft_vocab_size=draft_vocab_size,
-        target_identity=target.identity,
     )
-    generator = torch.Generator().manual_seed(seed)
     model = BlockDrafterModel(config).to(target.dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.ndim > 1:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
-            else:
-                parameter.copy_(0.1 * noise + (0 if name.endswith("bias") else 1))
-        if draft_vocab_size is not None:
-            model.vocab.copy_(
-                torch.randperm(target.vocab_size, generator=generator)[:draft_vocab_size].sort()[0]
-            )
-        model.embed.weight.copy_(target.embed.weight)
-        model.lm_head.weight.copy_(target.lm_head.weight[model.vocab])
+    randomise(model, target, seed)
     return BlockDrafter(model.requires_grad_(False).eval())
+
+
+def drafter_shape(target: Decoder) -> dict[str, Any]:
+    """What a drafter over the target takes from it: for `DrafterConfig`."""
+    return {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 2 * target.hidden_size,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": target.hidden_size // 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_context": target.max_context,
+        "vocab_size": target.vocab_size,
+        "target_identity": target.identity,
+    }
+
+
+@torch.no_grad()
+def randomise(model: DrafterModel, target: Decoder, seed: int) -> None:
+    """Random weights and draft vocabulary; the target's embedding and LM head."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if parameter.ndim > 1:
+            parameter.copy_(noise * parameter.shape[1] ** -0.5)
+        else:
+            parameter.copy_(0.1 * noise + (0 if name.endswith("bias") else 1))
+    if model.config.draft_vocab_size is not None:
+        chosen = torch.randperm(target.vocab_size, generator=generator)[: model.config.draft_vocab_size]
+        model.vocab.copy_(chosen.sort()[0])
+    model.embed.weight.copy_(target.embed.weight)
+    model.lm_head.weight.copy_(target.output_weight[model.vocab])
 
 
 def tiny_tokenizer(directory: Path, vocab_size: int = 64) -> Tokenizer:

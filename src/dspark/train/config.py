@@ -15,6 +15,17 @@ from dspark.typed import check_fields
 
 __all__ = ["TrainConfig"]
 
+_CHOICES = {
+    "method": TRAINED,
+    "dtype": ("float32", "bfloat16"),
+    "features": ("compute", "memory", "disk"),
+    "device": ("auto", "cpu", "cuda"),
+}
+_COUNTS = (
+    "block_size", "num_layers", "steps", "sequences_per_step", "anchors_per_sequence", "accumulate", "max_length",
+    "draft_vocab_size", "num_speculative_tokens", "eval_every", "save_every", "threads",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -77,33 +88,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "training option")
-        if self.method not in TRAINED:
-            raise DSparkError(
-                f"training option method must be one of {', '.join(TRAINED)}, got {self.method!r}"
-            )
-        if self.dtype not in ("float32", "bfloat16"):
-            raise DSparkError(f"training option dtype must be float32 or bfloat16, got {self.dtype!r}")
-        if self.features not in ("compute", "memory", "disk"):
-            raise DSparkError(
-                f"training option features must be compute, memory or disk, got {self.features!r}"
-            )
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise DSparkError(f"training option device must be auto, cpu or cuda, got {self.device!r}")
-        counts = (
-            "block_size",
-            "num_layers",
-            "steps",
-            "sequences_per_step",
-            "anchors_per_sequence",
-            "accumulate",
-            "max_length",
-            "draft_vocab_size",
-            "num_speculative_tokens",
-            "eval_every",
-            "save_every",
-            "threads",
-        )
-        for name in counts:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise DSparkError(
+                    f"training option {name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DSparkError(f"training option {name} must be 1 or more, got {value}")

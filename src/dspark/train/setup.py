@@ -103,15 +103,7 @@ def build_trainer(
     train, held_out = split(sequences, config.held_out, config.seed)
     counts = token_counts(train, target.vocab_size)
     start = _starting_point(Path(config.init_from), target) if config.init_from else None
-    if start is not None:
-        vocab, mask = start["model"]["vocab"], start["mask_token_id"]
-        if config.draft_vocab_size not in (None, len(vocab)):
-            raise DSparkError(
-                f"{config.init_from} drafts from {len(vocab)} tokens: set draft_vocab_size to that, or leave it out"
-            )
-    else:
-        vocab = draft_vocabulary(counts, config.draft_vocab_size, target.eos_token_ids)
-        mask = tokenizer.encode(config.mask_token)[0] if config.mask_token else _spare_token(counts, target)
+    vocab, mask = _vocabulary(config, counts, target, tokenizer, start)
     model = build_model(drafter_config(config, target, mask, len(vocab)))
     model.vocab = vocab
     covered = float(counts[model.vocab].sum() / counts.sum())
@@ -120,11 +112,7 @@ def build_trainer(
     )
     share_embeddings(model, target)
     if start is not None and isinstance(model, BlockDrafterModel):
-        grown = grow_layers(start["model"], model, target)
-        if len(grown) > len(start["model"]):
-            start = {**start, "model": grown}
-            start.pop("optimizer", None)  # its moments are for other parameters
-            report(f"new layers between those of {config.init_from}, up to {model.config.num_layers}")
+        start = _grown(start, model, target, report)
     trainer = Trainer(config, model, target, train, held_out, processes)
     if config.features != "compute":
         tokens = sum(len(s.token_ids) for s in trainer.features.missing(train))
@@ -139,6 +127,25 @@ def build_trainer(
         trainer.form.warm_start(target, train)
         _start_head(model, target, tokenizer, counts, config, report)
     return trainer
+
+
+def _vocabulary(
+    config: TrainConfig,
+    counts: torch.Tensor,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    start: dict[str, Any] | None,
+) -> tuple[torch.Tensor, int]:
+    """The draft vocabulary [Vd] and the mask token: those of `start`, or new ones."""
+    if start is None:
+        mask = tokenizer.encode(config.mask_token)[0] if config.mask_token else _spare_token(counts, target)
+        return draft_vocabulary(counts, config.draft_vocab_size, target.eos_token_ids), mask
+    vocab = start["model"]["vocab"]
+    if config.draft_vocab_size not in (None, len(vocab)):
+        raise DSparkError(
+            f"{config.init_from} drafts from {len(vocab)} tokens: set draft_vocab_size to that, or leave it out"
+        )
+    return vocab, start["mask_token_id"]
 
 
 def _spare_token(counts: torch.Tensor, target: Decoder) -> int:
@@ -156,6 +163,18 @@ def _starting_point(path: Path, target: Decoder) -> dict[str, Any]:
     if not path.is_file():
         raise DSparkError(f"init_from {path} does not exist; give a state.pt or a drafter directory")
     return read_state(path)
+
+
+def _grown(
+    start: dict[str, Any], model: BlockDrafterModel, target: Decoder, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """`start` with as many layers as `model` has."""
+    grown = grow_layers(start["model"], model, target)
+    if len(grown) == len(start["model"]):
+        return start
+    report(f"new layers between the old ones, up to {model.config.num_layers}")
+    # The optimiser's moments are for other parameters.
+    return {**{key: value for key, value in start.items() if key != "optimizer"}, "model": grown}
 
 
 def _start_head(
