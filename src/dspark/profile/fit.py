@@ -126,9 +126,9 @@ def _upkeep(table: dict[Probe, float]) -> tuple[float, float]:
 def _displacement(table: dict[Probe, float]) -> float:
     """Seconds that a pass takes longer behind a draft: a constant, fitted with the weights of relative noise."""
     pairs = [
-        (t - table["step", *shape], t)
-        for (kind, *shape), t in table.items()
-        if kind == "behind" and ("step", *shape) in table
+        (t - table["step", r, n, c], t)
+        for (kind, r, n, c), t in table.items()
+        if kind == "behind" and ("step", r, n, c) in table
     ]
     weights = [t**-2 for _, t in pairs]
     return max(0.0, float(np.average([d for d, _ in pairs], weights=weights))) if pairs else 0.0
