@@ -121,7 +121,7 @@ def _print(cost: dict[str, Any], noise: float | None) -> None:
         out.print(f"a further request: {1e3 * each:.2f} ms")
     out.print(
         f"a draft: {1e3 * draft['base']:.1f} ms, and {1e3 * draft['per_request']:.2f} ms a request, "
-        f"{1e3 * draft['per_draft']:.2f} ms a token; the pass behind it takes {1e3 * draft['displacement']:.2f} ms longer"
+        f"{1e3 * draft['per_draft']:.2f} ms a token; a pass behind it takes {1e3 * draft['displacement']:.2f} ms more"
     )
     out.print(
         f"1000 cached positions beyond {context['profiled_at']:g} a request: {1e6 * context['per_position']:.2f} ms a "

@@ -13,7 +13,7 @@ from dspark.schedule.cost import CostModel
 from dspark.schedule.feedback import LiveCost
 from dspark.schedule.gate import AimConfig, DraftGate, Realised
 from dspark.schedule.history import AcceptanceHistory
-from dspark.schedule.loops import NO_DRAFT, beyond, totals, widen
+from dspark.schedule.loops import NO_DRAFT, beyond, tally, totals, widen
 from dspark.schedule.search import best_to_draft, decoding_curve
 
 __all__ = ["Aim", "AimConfig", "DraftGate", "Realised"]
@@ -126,31 +126,29 @@ class Aim:
         load.prompts = 0
         if self._wanted and not load.gate.on:  # nothing is known of rounds long past
             load.tried, load.realised = Realised(self.config.memory), Realised(self.config.memory)
-        drafted, ours, kept = state.modelled(drafted), state.modelled(scheduled), state.modelled(accepted)
-        if not np.count_nonzero(drafted):
+        ours = state.modelled(drafted), state.modelled(scheduled), state.modelled(accepted)
+        if not np.count_nonzero(ours[0]):
             load.gate.observe(self._wanted, False)
             return
         self._confident = survival is not None
         self._rounds += 1
-        self._reach = max(self._reach - 1 / _REACH, float(np.maximum.reduce(ours)))
         if survival is not None and state.free is not None:
             survival = np.where(state.free[:, None] > 0, NO_DRAFT, survival)
-        self.history.observe(state.uids, survival, drafted, ours, kept)
-        budget, won = totals(scheduled)[1], totals(kept)[1]
+        self.history.observe(state.uids, survival, *ours)
+        requests, drafts, rows, won, longest = tally(*ours)
+        self._reach = max(self._reach - 1 / _REACH, float(longest))
         copied, without = 0, state.outputs
         if state.free is not None:  # copies are verified either way
-            copied = budget - totals(ours)[1]
+            copied = totals(scheduled)[1] - rows
             without += totals(accepted)[1] - won
-        seconds = self.seconds(state, budget)
-        with_drafts = float(seconds[budget]) + self.cost.draft_price(*totals(drafted))
+        seconds = self.seconds(state, copied + rows)
+        with_drafts = float(seconds[copied + rows]) + self.cost.draft_price(requests, drafts)
         worth, tokens = without * with_drafts / float(seconds[copied]), without + won
         (load.tried if tried else load.realised).add(tokens, worth, max(without, 1))
         if self._before_widening is not None:
-            (within, drafts), (_, rows), (_, further) = (
-                beyond(lengths, self._before_widening) for lengths in (drafted, ours, kept)
-            )
-            narrower = self.cost.draft_price(within, totals(drafted)[1] - drafts)
-            narrower += float(seconds[budget - rows])
+            within, more_drafts, more_rows, further = beyond(*ours, self._before_widening)
+            narrower = float(seconds[copied + rows - more_rows])
+            narrower += self.cost.draft_price(within, drafts - more_drafts)
             net = further - (with_drafts - narrower) * tokens / with_drafts
             load.widening += _WIDENING_FADES * (net - load.widening)
         load.gate.observe(True, True, (worth - tokens) / max(without, 1))

@@ -137,7 +137,7 @@ class AcceptanceHistory:
             raise DSparkError("weight must be above 0, decay between 0 and 1")
         if known and len(known) < gamma:
             raise DSparkError(f"acceptance is known of {len(known)} slots, drafts have {gamma}")
-        self._known = known[:gamma] or (None,) * gamma
+        self._known = np.array(known[:gamma] or (np.nan,) * gamma)
         self.gamma, self.prior, self.weight, self.decay, self.past = gamma, prior, weight, decay, past
         initial = np.zeros(
             (2 + past, gamma)
@@ -155,13 +155,7 @@ class AcceptanceHistory:
 
     def conditional(self) -> np.ndarray:
         """[gamma] mean conditional acceptance by slot over all requests."""
-        estimate, previous = [], self.prior
-        for reached, passed, known in zip(*self._all.tolist(), self._known, strict=True):
-            previous = (passed + self.weight * (previous if known is None else known)) / (
-                reached + self.weight
-            )
-            estimate.append(previous)
-        return np.array(estimate)
+        return history_loops.conditional(self._all, self.prior, self._known, self.weight)
 
     def survival(self, uids: np.ndarray) -> np.ndarray:
         """[R, gamma] expected prefix survival of each request's next block; to be read only."""

@@ -9,6 +9,7 @@ from dspark.schedule.loops import NO_DRAFT
 
 __all__ = [
     "append",
+    "conditional",
     "expected",
     "file_outcomes",
     "file_promises",
@@ -16,6 +17,19 @@ __all__ = [
     "locate",
     "promised",
 ]
+
+
+@compiled
+def conditional(total: np.ndarray, prior: float, known: np.ndarray, weight: float) -> np.ndarray:
+    """[gamma] mean conditional acceptance of `total` [2, gamma], reached and passed, and `weight` rounds of what is
+    `known` [gamma] of a slot, or else (NaN) of the slot before it, and of `prior` before the first."""
+    out, previous = np.empty(total.shape[1]), prior
+    for k in range(len(out)):
+        if not np.isnan(known[k]):
+            previous = known[k]
+        previous = (total[1, k] + weight * previous) / (total[0, k] + weight)
+        out[k] = previous
+    return out
 
 
 @compiled

@@ -21,6 +21,7 @@ __all__ = [
     "most_rate",
     "nobody_minds",
     "priced",
+    "tally",
     "totals",
     "usable",
     "while_at_least",
@@ -195,13 +196,30 @@ def lengths(alive: np.ndarray, ascending: np.ndarray, budget: int) -> np.ndarray
 
 
 @compiled
-def beyond(lengths: np.ndarray, base: np.ndarray) -> tuple[int, int]:
-    """Requests with something within both, and what `lengths` have beyond `base`, all requests together."""
-    some, total = 0, 0
-    for r in range(len(lengths)):
-        some += min(lengths[r], base[r]) > 0
-        total += max(lengths[r] - base[r], 0)
-    return some, total
+def tally(drafted: np.ndarray, scheduled: np.ndarray, accepted: np.ndarray) -> tuple[int, int, int, int, int]:
+    """Of a round's lengths [R]: requests with drafts, drafts, scheduled ones, accepted ones, the longest scheduled."""
+    requests, drafts, rows, won, longest = 0, 0, 0, 0, 0
+    for r in range(len(drafted)):
+        requests += drafted[r] > 0
+        drafts += drafted[r]
+        rows += scheduled[r]
+        won += accepted[r]
+        longest = max(longest, scheduled[r])
+    return requests, drafts, rows, won, longest
+
+
+@compiled
+def beyond(
+    drafted: np.ndarray, scheduled: np.ndarray, accepted: np.ndarray, base: np.ndarray
+) -> tuple[int, int, int, int]:
+    """Requests with drafts within `base` [R]; and drafts, scheduled ones and accepted ones beyond it."""
+    within, drafts, rows, won = 0, 0, 0, 0
+    for r in range(len(drafted)):
+        within += min(drafted[r], base[r]) > 0
+        drafts += max(drafted[r] - base[r], 0)
+        rows += max(scheduled[r] - base[r], 0)
+        won += max(accepted[r] - base[r], 0)
+    return within, drafts, rows, won
 
 
 @compiled
