@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from dspark.core import DSparkError
 from dspark.drafters.checkpoint import load_drafter_model
@@ -54,8 +55,17 @@ def test_train_resume_export_and_go_on(config, tmp_path, tiny_model):
     average_states(trainer, [state, state])
     assert export_drafter(trainer, tmp_path / "mean")[1]["averaged_steps"] == [4, 4]
     for start in (directory, state):
-        _, said = build(config, f"output={tmp_path / 'other'}", f"init_from={start}")
+        other, said = build(config, f"output={tmp_path / 'other'}", f"init_from={start}")
         assert any(line.startswith(f"goes on from {start}") for line in said)
+        # A state says how far it came in the order of sequences; a drafter does not.
+        begins = trainer.draw(4 if start == state else 0)
+        for (mine, anchors), (theirs, their_anchors) in zip(other.draw(0), begins, strict=True):
+            assert mine == theirs
+            assert torch.equal(anchors, their_anchors)
+    other.save()
+    assert build(config, f"output={tmp_path / 'other'}")[0].steps_before == 4, (
+        "and a run that resumes knows it still"
+    )
 
 
 def test_bad_input_is_one_line(config, tmp_path):

@@ -32,7 +32,8 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains `model` against `target` on `sequences`; evaluates on `held_out`. Both move to the processes' device.
 
-    What a step sees depends on (seed, step) alone, so a resumed run repeats the uninterrupted one.
+    What a step sees depends on (seed, step) alone, so a resumed run repeats the uninterrupted one. A run that goes on
+    from another's state begins where that one ended in the order of sequences, not with those that it has seen.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Trainer:
             fused=True,
         )
         self.step, self.blocks = 0, 0
+        self.steps_before = 0  # of runs that this one goes on from
         self.averaged_steps: list[int] = []
         self.output = Path(config.output)
         self.log = RunLog(self.output, config.tensorboard and self.processes.is_first)
@@ -85,6 +87,7 @@ class Trainer:
     def draw(self, step: int) -> list[tuple[Sequence, Tensor]]:
         """The sequences of a step, in an epoch's order, and in each anchors drawn at random."""
         per_step, count = self.config.sequences_per_step, len(self.sequences)
+        step += self.steps_before
         chosen = []
         for i in range(step * per_step, (step + 1) * per_step):
             epoch, index = divmod(i, count)
@@ -240,6 +243,7 @@ class Trainer:
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
         self.blocks = state.get("blocks", 0)
+        self.steps_before = state.get("step", 0) + state.get("steps_before", 0)
 
     def save(self) -> None:
         """Write the resume state, and features that are not on disk yet; replaced atomically."""
@@ -251,6 +255,7 @@ class Trainer:
             "mask_token_id": self.model.config.mask_token_id,
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
+            "steps_before": self.steps_before,
             "blocks": self.blocks,
         }
         write_state(self.output / "state.pt", state)
@@ -273,6 +278,7 @@ class Trainer:
         load_weights(self.model, state, path)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.blocks = state["step"], state["blocks"]
+        self.steps_before = state.get("steps_before", 0)
         return True
 
 
