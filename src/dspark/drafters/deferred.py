@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dspark.core import Request
 from dspark.drafters.base import ObserveBatch
+from dspark.kernels.copies import copy_rows
 
 __all__ = ["DeferredRows"]
 
@@ -41,7 +42,7 @@ class DeferredRows:
             with torch.inference_mode(False):  # `forget` writes to it outside of a round, too
                 shape = MOST_ROWS, batch.taps.shape[1]
                 self._taps = torch.empty(shape, dtype=batch.taps.dtype, device=batch.taps.device)
-        self._taps[self._count : stop] = batch.taps
+        copy_rows(batch.taps, self._taps[self._count :])
         self._parts.append(replace(batch, taps=None))
         self._count = stop
         return True

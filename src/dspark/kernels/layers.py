@@ -101,7 +101,7 @@ class LayerMemory:
         calls["window"], calls["scale"] = layers.windows, shape.head_dim**-0.5
         fixed = ("q", "out", "k", "v", "kv_bytes", "window", "scale")
         self._words = calls.view(np.int64).reshape(len(calls), -1)
-        self._vary = [i for i, name in enumerate(ATTENTION_CALL.names or ()) if name not in fixed]
+        self._vary = np.flatnonzero([name not in fixed for name in ATTENTION_CALL.names or ()])
 
     def steps(self, out: Tensor | None = None, codes: Tensor | None = None) -> list[Step]:
         """All layers and the norm behind them, which goes to `out` (or is set later), and its codes."""
