@@ -42,7 +42,7 @@ class DeferredRows:
             with torch.inference_mode(False):  # `forget` writes to it outside of a round, too
                 shape = MOST_ROWS, batch.taps.shape[1]
                 self._taps = torch.empty(shape, dtype=batch.taps.dtype, device=batch.taps.device)
-        copy_rows(batch.taps, self._taps[self._count :])
+        copy_rows(batch.taps, self._taps[self._count : stop])
         self._parts.append(replace(batch, taps=None))
         self._count = stop
         return True

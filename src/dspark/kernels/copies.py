@@ -1,4 +1,4 @@
-"""Copies of rows: on a CPU by NumPy, for PyTorch takes longer to wake its threads than a round's rows to copy."""
+"""Copies of a round's rows: on a CPU by NumPy. PyTorch would wake its threads for them, and wait for them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ __all__ = ["copy_rows", "take_rows"]
 
 
 def take_rows(source: Tensor, index: np.ndarray) -> Tensor:
-    """Rows `index` [n] int64 of contiguous `source` [N, d], in new memory: [n, d]."""
-    if source.device.type != "cpu":
-        return source[torch.from_numpy(index).to(source.device)]
-    return torch.from_numpy(_bytes(source).take(index, axis=0)).view(source.dtype)
+    """Rows `index` [n] int64 of `source` [N, d], in new memory: [n, d]."""
+    if _numpy_has(source):
+        return torch.from_numpy(source.numpy().take(index, axis=0))
+    return source[torch.from_numpy(index).to(source.device)]
 
 
 def copy_rows(source: Tensor, out: Tensor) -> None:
-    """Contiguous `source` [N, d] into the first rows of `out`, which has its type and lies where it does."""
-    if source.device.type != "cpu":
-        out[: len(source)] = source
+    """`source` [n, d] into `out`, of the same shape, type and device."""
+    if _numpy_has(source):
+        np.copyto(out.numpy(), source.numpy())
     else:
-        _bytes(out)[: len(source)] = _bytes(source)
+        out.copy_(source)
 
 
-def _bytes(rows: Tensor) -> np.ndarray:
-    """The same memory as bytes: NumPy has not all of PyTorch's types."""
-    return rows.view(torch.uint8).numpy()
+def _numpy_has(rows: Tensor) -> bool:
+    return rows.device.type == "cpu" and rows.dtype != torch.bfloat16
