@@ -95,13 +95,9 @@ class Work:
         tiles = int(self.items[-1, 7]) + 1 if len(self.items) else 0
         self.counters = np.zeros(1 + tiles * kv_heads, dtype=np.int64)
         self.partial = np.empty(self.num_partials * heads * (STATE + head_dim), dtype=np.float32)
-        counter, units = self.counters.ctypes.data, len(self.items) * kv_heads
-        self.call.view(np.int64)[_OF_SHAPE] = (
-            *self.shape,
-            units,
-            counter,
-            counter + 8,
-            self.partial.ctypes.data,
+        units = len(self.items) * kv_heads
+        _set_shape(
+            self.call.view(np.int64), _OF_SHAPE, heads, kv_heads, head_dim, units, self.counters, self.partial
         )
 
 
@@ -158,12 +154,33 @@ def _set_pass(
     words[places[7]], words[places[8]], words[places[9]] = block_size, tables.shape[1], causal
 
 
+@compiled
+def _set_shape(
+    words: np.ndarray,
+    places: np.ndarray,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    units: int,
+    counters: np.ndarray,
+    partial: np.ndarray,
+) -> None:
+    """As `_set_pass`, to the places of `_OF_SHAPE`."""
+    words[places[0]], words[places[1]], words[places[2]] = heads, kv_heads, head_dim
+    words[places[3]], words[places[4]], words[places[5]] = (
+        units,
+        counters.ctypes.data,
+        counters.ctypes.data + 8,
+    )
+    words[places[6]] = partial.ctypes.data
+
+
 def compile_workers() -> None:
     """Compile now rather than at the first call."""
     load_worker(attend_worker, CALL_TYPE)
     load_worker(store_worker, CALL_TYPE)
     start, none = np.array([0, 1]), np.zeros(1, dtype=np.int64)
-    Work.of(start, none, none[None], none, causal=True, block_size=LANES)
+    Work.of(start, none, none[None], none, causal=True, block_size=LANES).bind(1, 1, LANES)
 
 
 def attend(
