@@ -30,7 +30,7 @@ from dspark.kernels.simd import LANES
 from dspark.kernels.store_numba import store_worker
 from dspark.kernels.worker import load_worker
 
-__all__ = ["Work", "attend", "compile_workers", "store", "supports"]
+__all__ = ["Work", "attend", "compile_workers", "set_words", "store", "supports"]
 
 ENOUGH_TILES = 16  # with fewer, chunks of one tile are spread over the workers
 PARALLEL_WORK = 6000  # query rows x heads x positions below which waking workers costs more than it saves
@@ -175,12 +175,21 @@ def _set_shape(
     words[places[6]] = partial.ctypes.data
 
 
+@compiled
+def set_words(calls: np.ndarray, places: np.ndarray, call: np.ndarray) -> None:
+    """The words of one call at `places` to all `calls` [layers, words]."""
+    for words in calls:
+        for place in places:
+            words[place] = call[place]
+
+
 def compile_workers() -> None:
     """Compile now rather than at the first call."""
     load_worker(attend_worker, CALL_TYPE)
     load_worker(store_worker, CALL_TYPE)
     start, none = np.array([0, 1]), np.zeros(1, dtype=np.int64)
     Work.of(start, none, none[None], none, causal=True, block_size=LANES).bind(1, 1, LANES)
+    set_words(none[None], none, none)
 
 
 def attend(

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.compilation import compiled
 from dspark.kernels.attention import AttentionPlan
+from dspark.kernels.attention_cpu import set_words
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
 from dspark.kernels.bounds import inside
 from dspark.kernels.lowbit import LowBitLinear
@@ -142,16 +142,8 @@ class LayerMemory:
         """Have all layers attend by `plan`; returns the units of work in that."""
         shape, work = self.layers.rotation, plan.work
         work.bind(shape.heads, shape.kv_heads, shape.head_dim)
-        _set_words(self._words, self._vary, work.call.view(np.int64))
+        set_words(self._words, self._vary, work.call.view(np.int64))
         return len(work.items) * shape.kv_heads
-
-
-@compiled
-def _set_words(calls: np.ndarray, places: np.ndarray, call: np.ndarray) -> None:
-    """The words of one call at `places` to all `calls` [layers, words]."""
-    for words in calls:
-        for place in places:
-            words[place] = call[place]
 
 
 def room(rows: int) -> int:

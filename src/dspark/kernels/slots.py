@@ -17,7 +17,7 @@ from dspark.kernels.program import Program
 from dspark.kernels.program_numba import CHOOSE
 from dspark.kernels.steps import Confidence, Step, choose, gather, product, product_input, width
 
-__all__ = ["ChainOutput", "Draws", "HeadWeights", "SlotChain"]
+__all__ = ["ChainOutput", "Draws", "HeadWeights", "SlotChain", "compile_loop"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +142,12 @@ class SlotChain:
             confidence = torch.from_numpy(self._confidence[:slots, :requests].T.copy())
         probs, self._probs = self._probs, None
         return ChainOutput(tokens, confidence, probs)
+
+
+def compile_loop() -> None:
+    """Compile now rather than at the first call."""
+    one, none = np.ones(1, dtype=np.int64), np.zeros((1, 1), dtype=np.int64)
+    _set_blocks(none, none, one, one)
 
 
 @compiled
