@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dspark.core import Request
 from dspark.drafters.base import ObserveBatch
-from dspark.kernels.copies import copy_rows
 
 __all__ = ["DeferredRows"]
 
@@ -42,7 +41,7 @@ class DeferredRows:
             with torch.inference_mode(False):  # `forget` writes to it outside of a round, too
                 shape = MOST_ROWS, batch.taps.shape[1]
                 self._taps = torch.empty(shape, dtype=batch.taps.dtype, device=batch.taps.device)
-        copy_rows(batch.taps, self._taps[self._count : stop])
+        self._taps[self._count : stop] = batch.taps
         self._parts.append(replace(batch, taps=None))
         self._count = stop
         return True
