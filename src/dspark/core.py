@@ -7,7 +7,7 @@ vocabulary. Every class here is a value; the engine alone changes a `Request`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -180,7 +180,7 @@ class Plan:
 
     lengths: np.ndarray  # [R] int64, 0..drafted
 
-    @property
+    @cached_property
     def budget(self) -> int:
         return int(self.lengths.sum())
 

@@ -21,7 +21,7 @@ from compiled_drafts import (
 from dspark.core import Draft, SamplingParams
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.base import ObserveBatch
-from dspark.drafters.block import BlockDrafter
+from dspark.drafters.block import BlockDrafter, pack_blocks
 from dspark.drafters.heads import MarkovHead
 from dspark.drafters.slots import SlotSampler
 from dspark.kernels import lowbit
@@ -151,3 +151,13 @@ def test_the_chain_equals_its_modules_on_the_same_logits(
     monkeypatch.setattr(SlotSampler, "chosen", check)
     served(drafter, params)
     assert len(seen) == 3
+
+
+def test_blocks_lie_side_by_side() -> None:
+    context, anchors, lengths = np.array([7, 2]), np.array([50, 60]), np.array([2, 1])
+    tables = np.array([[3, 1], [2, 0]])
+    query_start, tokens, positions, slots = pack_blocks(context, anchors, lengths, tables, 8, 9)
+    assert query_start.tolist() == [0, 2, 3]
+    assert tokens.tolist() == [50, 9, 60]
+    assert positions.tolist() == [7, 8, 2]
+    assert slots.tolist() == [31, 8, 18]

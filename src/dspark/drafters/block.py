@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dspark.compilation import compiled
 from dspark.core import Draft, Request
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.base import ObserveBatch, ProposeBatch
@@ -21,11 +22,11 @@ from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, st
 from dspark.kernels.draft import BlockRows, CompiledDraft, ContextRows, ContextWeights
 from dspark.kernels.linear import pack_linear, pack_linears
 from dspark.kernels.lowbit import LowBitLinear, QuantizedWeight, packed_table, supports_integers
-from dspark.kernels.slots import HeadWeights
+from dspark.kernels.slots import ChainOutput, HeadWeights
 from dspark.kv import KVPool
 from dspark.target.layer import Attend, DecoderLayer, layer_stack
 
-__all__ = ["BlockDrafter"]
+__all__ = ["BlockDrafter", "pack_blocks"]
 
 
 class BlockDrafter:
@@ -46,6 +47,7 @@ class BlockDrafter:
         self.deterministic = False
         self.max_draft = config.block_size
         self.taps = config.taps
+        self._device = model.vocab.device
         self.kv_specs = config.layer_config.kv_specs
         self._context_kv: Callable[[Tensor], Tensor]
         if model.context_projection is not None:  # its checkpoint is in few bits
@@ -107,7 +109,7 @@ class BlockDrafter:
         """Draft `lengths[r]` tokens for each request; see `Drafter.propose`."""
         active = np.flatnonzero(batch.lengths)
         if not len(active):
-            return Draft.empty(len(batch.lengths), self.model.vocab.device)
+            return Draft.empty(len(batch.lengths), self._device)
         block, sampler = self._rows(batch, active), SlotSampler(batch, active, self.vocab, self._device)
         keys, values = self._layers()
         if self._compiled is None or not is_fast(keys[0], keys[0].shape[2], self.pool.block_size):
@@ -120,17 +122,13 @@ class BlockDrafter:
         chain = self._compiled.head.chained and sampler.plain
         rows = None if behind is None else ContextRows(*behind)
         out = self._compiled(keys, values, rows, block, chain, sampler.draws if chain else None)
+        if isinstance(out, ChainOutput):
+            return sampler.chosen(out.tokens, out.confidence, out.probs)
         assert out is not None
-        if out.tokens is None:
-            return self._fill(sampler, block.anchors, out.hidden, out.logits)
-        return sampler.chosen(out.tokens, out.confidence, out.probs)
+        return self._fill(sampler, block.anchors, out.hidden, out.logits)
 
     def forget(self, request: Request) -> None:
         self._behind.forget(request)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.model.vocab.device
 
     def _layers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of the draft layers in the pool."""
@@ -139,25 +137,18 @@ class BlockDrafter:
 
     def _rows(self, batch: ProposeBatch, active: np.ndarray) -> BlockRows:
         """The blocks of the active requests side by side: each its anchor and masks behind it."""
-        lengths, size = batch.lengths[active], self.pool.block_size
-        stop = np.cumsum(lengths)
-        start = stop - lengths
         requests = [batch.requests[r] for r in active.tolist()]
         context = np.array([r.cached for r in requests], dtype=np.int64)
-        positions = np.arange(stop[-1]) + np.repeat(context - start, lengths)
-        tables = batch.block_tables[active]
-        slots = (
-            tables[np.repeat(np.arange(len(active)), lengths), positions // size] * size + positions % size
-        )
-        tokens = np.full(len(positions), self.model.config.mask_token_id, dtype=np.int64)
-        tokens[start] = anchors = np.array([r.token_ids[-1] for r in requests], dtype=np.int64)
+        anchors = np.array([r.token_ids[-1] for r in requests], dtype=np.int64)
+        lengths, tables, size = batch.lengths[active], batch.block_tables[active], self.pool.block_size
+        mask = self.model.config.mask_token_id
+        assert mask is not None, "block drafters have a mask token"
+        query_start, *rows = pack_blocks(context, anchors, lengths, tables, size, mask)
+        tokens, positions, slots = (torch.from_numpy(values).to(self._device) for values in rows)
         # A block's own KV lies where `observe` will write the committed rows': beyond the valid length, so nobody
         # else reads it. It sees itself in both directions.
-        query_start = np.concatenate(([0], stop))
-        at = torch.from_numpy(slots).to(self._device)
-        plan = AttentionPlan(query_start, context, tables, at, causal=False, block_size=size)
-        ids, where = torch.from_numpy(tokens).to(self._device), torch.from_numpy(positions).to(self._device)
-        return BlockRows(ids, where, plan, lengths, anchors)
+        plan = AttentionPlan(query_start, context, tables, slots, causal=False, block_size=size)
+        return BlockRows(tokens, positions, plan, lengths, anchors)
 
     def _backbone(self, block: BlockRows) -> Tensor:
         """One pass over all blocks by modules: h [sum(lengths), H]."""
@@ -191,6 +182,39 @@ class BlockDrafter:
         if self.model.confidence is not None:
             confidence = self.model.confidence(hidden, torch.stack(embeddings, 1) if embeddings else None)
         return sampler.draft(confidence)
+
+
+@compiled
+def pack_blocks(
+    context: np.ndarray,
+    anchors: np.ndarray,
+    lengths: np.ndarray,
+    tables: np.ndarray,
+    block_size: int,
+    mask: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks of A requests side by side: each its anchor and masks behind it, from position `context` on.
+
+    Args:
+        context, anchors, lengths: [A] int64 cached positions, token ids, rows of each block.
+        tables: [A, max_blocks] int64.
+
+    Returns:
+        query_start [A + 1]; and of all rows [n] token ids, positions and slots.
+    """
+    total = lengths.sum()
+    query_start, tokens = np.empty(len(lengths) + 1, np.int64), np.full(total, mask, np.int64)
+    positions, slots = np.empty(total, np.int64), np.empty(total, np.int64)
+    row = 0
+    query_start[0] = 0
+    for a in range(len(lengths)):
+        tokens[row] = anchors[a]
+        for position in range(context[a], context[a] + lengths[a]):
+            positions[row] = position
+            slots[row] = tables[a, position // block_size] * block_size + position % block_size
+            row += 1
+        query_start[a + 1] = row
+    return query_start, tokens, positions, slots
 
 
 def compiled_draft(

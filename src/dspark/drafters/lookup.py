@@ -119,8 +119,10 @@ class LookupFirst:
                 copies[r] = copy
         lengths = np.minimum(batch.lengths, self.model_tokens)
         lengths[list(copies)] = 0
+        if copies and not lengths.any():
+            return self._copied(copies, len(lengths), batch.rows.device)
         draft = self.drafter.propose(replace(batch, lengths=lengths))
-        return self._joined(draft, copies, lengths.any()) if copies else draft
+        return self._joined(draft, copies) if copies else draft
 
     def _look_up(self, request: Request, wanted: int) -> _Copy | None:
         self._learn(request)
@@ -149,22 +151,38 @@ class LookupFirst:
                 return
             rate.accepted += 1
 
-    def _joined(self, draft: Draft, copies: dict[int, _Copy], modelled: bool) -> Draft:
+    def _confidence(self, copy: _Copy) -> float:
+        return self._rates[copy.matched >= LONG_MATCH].logit
+
+    def _copied(self, copies: dict[int, _Copy], count: int, device: torch.device | str) -> Draft:
+        """A draft for so many requests in which nothing is modelled."""
+        width = max(len(copy.tokens) for copy in copies.values())
+        tokens, lengths = np.zeros((count, width), dtype=np.int64), np.zeros(count, dtype=np.int64)
+        confidence = np.zeros((count, width), dtype=np.float32)
+        for r, copy in copies.items():
+            lengths[r] = size = len(copy.tokens)
+            tokens[r, :size], confidence[r] = copy.tokens, self._confidence(copy)
+        return Draft(
+            tokens=torch.from_numpy(tokens).to(device),
+            lengths=lengths,
+            confidence=torch.from_numpy(confidence).to(device),
+        )
+
+    def _joined(self, draft: Draft, copies: dict[int, _Copy]) -> Draft:
         """The model's draft with the copied rows in it."""
         device, count = draft.tokens.device, len(draft.lengths)
         width = max(draft.gamma, *(len(copy.tokens) for copy in copies.values()))
         tokens, lengths = _widened(draft.tokens, width), draft.lengths.copy()
-        probs = _widened(draft.probs, width) if draft.probs is not None and modelled else None
-        confidence = None if draft.confidence is None else _widened(draft.confidence, width)
-        if confidence is None and not modelled:
-            confidence = torch.zeros(count, width, device=device)
+        probs, confidence = (
+            None if values is None else _widened(values, width) for values in (draft.probs, draft.confidence)
+        )
         one_hot = torch.zeros(count, dtype=torch.bool, device=device)
         for r, copy in copies.items():
             size = len(copy.tokens)
             tokens[r, :size] = torch.tensor(copy.tokens, device=device)
             lengths[r], one_hot[r] = size, True
             if confidence is not None:
-                confidence[r] = self._rates[copy.matched >= LONG_MATCH].logit
+                confidence[r] = self._confidence(copy)
         vocab = draft.vocab if probs is not None else None
         return Draft(tokens, lengths, probs, vocab, confidence, one_hot if probs is not None else None)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dspark.compilation import compiled
 
-__all__ = ["PackedRows", "draft_rows", "pack_rows"]
+__all__ = ["PackedRows", "draft_rows", "kept_rows", "pack_rows"]
 
 
 class PackedRows(NamedTuple):
@@ -95,3 +95,25 @@ def draft_rows(query_start: np.ndarray, rows: np.ndarray, drafts: np.ndarray) ->
             out[0, n], out[1, n], out[2, n] = query_start[r] + rows[r] + slot, r, slot
             n += 1
     return out
+
+
+@compiled
+def kept_rows(
+    query_start: np.ndarray, positions: np.ndarray, slots: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The first counts[r] rows of each request side by side.
+
+    Returns:
+        start [R + 1], where each request's begin; and of all kept rows [n] their number in the step, position, slot.
+    """
+    total = counts.sum()
+    start, index = np.empty(len(counts) + 1, np.int64), np.empty(total, np.int64)
+    kept_positions, kept_slots = np.empty(total, np.int64), np.empty(total, np.int64)
+    n = 0
+    start[0] = 0
+    for r in range(len(counts)):
+        for row in range(query_start[r], query_start[r] + counts[r]):
+            index[n], kept_positions[n], kept_slots[n] = row, positions[row], slots[row]
+            n += 1
+        start[r + 1] = n
+    return start, index, kept_positions, kept_slots

@@ -9,8 +9,9 @@ import torch
 
 from dspark.core import Draft, Plan
 from dspark.drafters.base import ObserveBatch
-from dspark.engine.packing import PackedRows, draft_rows, pack_rows
+from dspark.engine.packing import PackedRows, draft_rows, kept_rows, pack_rows
 from dspark.engine.scheduler import Batch
+from dspark.kernels.copies import take_rows
 from dspark.kv import KVPool
 from dspark.target.base import ForwardBatch, Target, TargetOutput
 
@@ -54,16 +55,16 @@ class Runner:
 
     def __init__(self, target: Target, pool: KVPool, taps: tuple[int, ...]) -> None:
         self.target, self.pool, self.taps = target, pool, taps
+        self.device = target.device
 
     def verify(self, batch: Batch, draft: Draft, plan: Plan, follow: bool = True) -> Verification:
         """One pass for all requests: sum(rows + scheduled length) rows. `follow`: keep what a drafter learns from."""
         cached = np.array([r.cached for r in batch.requests], dtype=np.int64)
         tables = batch.block_tables
         rows = pack_rows(cached, batch.rows, plan.lengths, batch.samples, tables, self.pool.block_size)
-        device = self.target.device
         positions, slots = (
-            torch.from_numpy(rows.positions).to(device),
-            torch.from_numpy(rows.slots).to(device),
+            torch.from_numpy(rows.positions).to(self.device),
+            torch.from_numpy(rows.slots).to(self.device),
         )
         all_wanted = len(rows.logit_rows) == len(rows.positions)  # as where all requests decode
         forward = ForwardBatch(
@@ -73,7 +74,7 @@ class Runner:
             context_lens=cached,
             block_tables=tables,
             slots=slots,
-            logit_rows=None if all_wanted else torch.from_numpy(rows.logit_rows).to(device),
+            logit_rows=None if all_wanted else torch.from_numpy(rows.logit_rows).to(self.device),
             argmax=all(r.request.params.greedy and r.shaper is None for r in batch.running),
         )
         output = self.target.forward(forward, self.pool, self.taps if follow else ())
@@ -86,14 +87,13 @@ class Runner:
             batch.requests, query_start.tolist(), batch.rows.tolist(), strict=False
         ):
             ids[start : start + count] = request.token_ids[request.cached : request.cached + count]
-        device = self.target.device
-        tokens = torch.from_numpy(ids).to(device)
+        tokens = torch.from_numpy(ids).to(self.device)
         if plan.budget:
             row, r, slot = draft_rows(query_start, batch.rows, plan.lengths)
-            if device.type == "cpu":
+            if self.device.type == "cpu":
                 ids[row] = draft.tokens.numpy()[r, slot]
             else:
-                index = [torch.from_numpy(i).to(device) for i in (row, r, slot)]
+                index = [torch.from_numpy(i).to(self.device) for i in (row, r, slot)]
                 tokens[index[0]] = draft.tokens[index[1], index[2]]
         return tokens
 
@@ -111,12 +111,10 @@ class Runner:
         total = int(counts.sum())
         if not total:
             return None
-        row_start, taps = seen.rows.query_start, seen.output.taps
-        positions, slots = seen.positions, seen.slots
-        if total < len(positions):  # else all rows are kept, as in a round without drafts
-            kept = np.concatenate(([0], np.cumsum(counts)))
-            index = torch.from_numpy(np.arange(total) + np.repeat(row_start[:-1] - kept[:-1], counts))
-            row_start, index = kept, index.to(self.target.device)
-            positions, slots = positions[index], slots[index]
-            taps = None if taps is None else taps[index]
-        return ObserveBatch(batch.requests, row_start, positions, slots, taps)
+        rows, taps = seen.rows, seen.output.taps
+        if total == len(rows.positions):  # as in a round without drafts
+            return ObserveBatch(batch.requests, rows.query_start, seen.positions, seen.slots, taps)
+        start, index, *kept = kept_rows(rows.query_start, rows.positions, rows.slots, counts)
+        positions, slots = (torch.from_numpy(values).to(self.device) for values in kept)
+        taps = None if taps is None else take_rows(taps, index)
+        return ObserveBatch(batch.requests, start, positions, slots, taps)

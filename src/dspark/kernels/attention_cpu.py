@@ -30,20 +30,20 @@ from dspark.kernels.simd import LANES
 from dspark.kernels.store_numba import store_worker
 from dspark.kernels.worker import load_worker
 
-__all__ = ["Work", "attend", "compile_workers", "store", "supports"]
+__all__ = ["Work", "attend", "compile_workers", "set_words", "store", "supports"]
 
 ENOUGH_TILES = 16  # with fewer, chunks of one tile are spread over the workers
 PARALLEL_WORK = 6000  # query rows x heads x positions below which waking workers costs more than it saves
 
 
-def _words(names: str) -> list[int]:
+def _words(names: str) -> np.ndarray:
     """Places of integer fields in a CALL; set together they take a tenth of the time of one by one."""
     assert CALL.names is not None
-    return [CALL.names.index(name) for name in names.split()]
+    return np.array([CALL.names.index(name) for name in names.split()])
 
 
-_OF_PASS = np.array(  # in the order of `_set_pass`
-    _words("query_start context_lens tables items slots num_rows num_requests block_size max_blocks causal")
+_OF_PASS = _words(  # in the order of `_set_pass`
+    "query_start context_lens tables items slots num_rows num_requests block_size max_blocks causal"
 )
 _OF_SHAPE = _words("heads kv_heads head_dim num_units next_unit finished partial")
 
@@ -95,13 +95,9 @@ class Work:
         tiles = int(self.items[-1, 7]) + 1 if len(self.items) else 0
         self.counters = np.zeros(1 + tiles * kv_heads, dtype=np.int64)
         self.partial = np.empty(self.num_partials * heads * (STATE + head_dim), dtype=np.float32)
-        counter, units = self.counters.ctypes.data, len(self.items) * kv_heads
-        self.call.view(np.int64)[_OF_SHAPE] = (
-            *self.shape,
-            units,
-            counter,
-            counter + 8,
-            self.partial.ctypes.data,
+        units = len(self.items) * kv_heads
+        _set_shape(
+            self.call.view(np.int64), _OF_SHAPE, heads, kv_heads, head_dim, units, self.counters, self.partial
         )
 
 
@@ -158,12 +154,42 @@ def _set_pass(
     words[places[7]], words[places[8]], words[places[9]] = block_size, tables.shape[1], causal
 
 
+@compiled
+def _set_shape(
+    words: np.ndarray,
+    places: np.ndarray,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    units: int,
+    counters: np.ndarray,
+    partial: np.ndarray,
+) -> None:
+    """As `_set_pass`, to the places of `_OF_SHAPE`."""
+    words[places[0]], words[places[1]], words[places[2]] = heads, kv_heads, head_dim
+    words[places[3]], words[places[4]], words[places[5]] = (
+        units,
+        counters.ctypes.data,
+        counters.ctypes.data + 8,
+    )
+    words[places[6]] = partial.ctypes.data
+
+
+@compiled
+def set_words(calls: np.ndarray, places: np.ndarray, call: np.ndarray) -> None:
+    """The words of one call at `places` to all `calls` [layers, words]."""
+    for words in calls:
+        for place in places:
+            words[place] = call[place]
+
+
 def compile_workers() -> None:
     """Compile now rather than at the first call."""
     load_worker(attend_worker, CALL_TYPE)
     load_worker(store_worker, CALL_TYPE)
     start, none = np.array([0, 1]), np.zeros(1, dtype=np.int64)
-    Work.of(start, none, none[None], none, causal=True, block_size=LANES)
+    Work.of(start, none, none[None], none, causal=True, block_size=LANES).bind(1, 1, LANES)
+    set_words(none[None], none, none)
 
 
 def attend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dspark.compilation import told_once
-from dspark.kernels import attention_cpu, bounds, lowbit, program
+from dspark.kernels import attention_cpu, bounds, lowbit, program, slots
 
 __all__ = ["compile_kernels"]
 
@@ -21,3 +21,4 @@ def compile_kernels(report: Callable[[str], None] = lambda message: None) -> Non
         if lowbit.supports():
             lowbit.compile_worker()
             program.compile_worker()
+            slots.compile_loop()

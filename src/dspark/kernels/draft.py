@@ -22,7 +22,7 @@ from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import Program, Rows
 from dspark.kernels.program_numba import NORM
 from dspark.kernels.simd import LANES
-from dspark.kernels.slots import Draws, HeadWeights, SlotChain
+from dspark.kernels.slots import ChainOutput, Draws, HeadWeights, SlotChain
 from dspark.kernels.steps import Rotation, Step, embed, gather, norm, product, product_input, rotate, width
 
 __all__ = ["BlockOutput", "BlockRows", "CompiledDraft", "ContextRows", "ContextWeights"]
@@ -65,17 +65,10 @@ class BlockRows:
 
 @dataclass(frozen=True, eq=False)
 class BlockOutput:
-    """Hidden states [n, H] and logits [n, Vd] of the blocks' rows, in memory that the next call uses again.
-
-    And the chain's, the caller's to keep: tokens [A, width] with their confidence logits [A, width], which slots past
-    a length go on with, and where tokens were drawn the very array they were drawn from, [A, width, Vd].
-    """
+    """Hidden states [n, H] and logits [n, Vd] of the blocks' rows, in memory that the next call uses again."""
 
     hidden: Tensor
     logits: Tensor
-    tokens: Tensor | None = None
-    confidence: Tensor | None = None
-    probs: Tensor | None = None
 
 
 class CompiledDraft:
@@ -110,12 +103,12 @@ class CompiledDraft:
         block: BlockRows | None = None,
         chain: bool = False,
         draws: Draws | None = None,
-    ) -> BlockOutput | None:
+    ) -> BlockOutput | ChainOutput | None:
         """Write the context's keys and values to their slots, then run the blocks, if any.
 
         Args:
             keys, values: each draft layer's part of the KV pool.
-            chain: choose tokens too.
+            chain: choose tokens, which then are the output.
             draws: how they are drawn; without them greedily.
         """
         rows = 0 if block is None else len(block.inputs)
@@ -167,6 +160,7 @@ class _Bound:
         context = [step.of(CONTEXT) for step in self._context(keys, values)]
         steps = [*context, *self._blocks(), *chain]
         self.program = Program(steps, draft.layers.rotation)
+        self.chain.bind(self.program)
         norms = self.program.of_kind(NORM)
         self.first, self.norms = len(context), norms[norms >= len(context)]
         if draft.head.embedding is not None:
@@ -218,12 +212,11 @@ class _Bound:
             self.program.steps["x"][self.norms] = block.inputs.data_ptr()
         else:
             self.program.steps["index"][self.first] = block.inputs.data_ptr()
-        self.chain.load(self.program, block.lengths, block.anchors, draws)
+        self.chain.load(block.lengths, block.anchors, draws)
         return self.memory.plan(block.plan)
 
-    def output(self, block: BlockRows, chain: bool) -> BlockOutput:
-        rows = len(block.inputs)
-        hidden, logits = self.hidden[:rows], self.logits[:rows, : self.draft.head.lm_head.out_features]
-        if not chain:
-            return BlockOutput(hidden, logits)
-        return BlockOutput(hidden, logits, *self.chain.output(int(block.lengths.max()), len(block.lengths)))
+    def output(self, block: BlockRows, chain: bool) -> BlockOutput | ChainOutput:
+        if chain:
+            return self.chain.output(int(block.lengths.max()), len(block.lengths))
+        rows, size = len(block.inputs), self.draft.head.lm_head.out_features
+        return BlockOutput(self.hidden[:rows], self.logits[:rows, :size])

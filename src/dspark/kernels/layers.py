@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.attention import AttentionPlan
+from dspark.kernels.attention_cpu import set_words
 from dspark.kernels.attention_numba import CALL as ATTENTION_CALL
 from dspark.kernels.bounds import inside
 from dspark.kernels.lowbit import LowBitLinear
@@ -101,7 +102,7 @@ class LayerMemory:
         calls["window"], calls["scale"] = layers.windows, shape.head_dim**-0.5
         fixed = ("q", "out", "k", "v", "kv_bytes", "window", "scale")
         self._words = calls.view(np.int64).reshape(len(calls), -1)
-        self._vary = [i for i, name in enumerate(ATTENTION_CALL.names or ()) if name not in fixed]
+        self._vary = np.flatnonzero([name not in fixed for name in ATTENTION_CALL.names or ()])
 
     def steps(self, out: Tensor | None = None, codes: Tensor | None = None) -> list[Step]:
         """All layers and the norm behind them, which goes to `out` (or is set later), and its codes."""
@@ -141,8 +142,8 @@ class LayerMemory:
         """Have all layers attend by `plan`; returns the units of work in that."""
         shape, work = self.layers.rotation, plan.work
         work.bind(shape.heads, shape.kv_heads, shape.head_dim)
-        self._words[:, self._vary] = work.call.view(np.int64)[self._vary]
-        return int(work.call["num_units"][0])
+        set_words(self._words, self._vary, work.call.view(np.int64))
+        return len(work.items) * shape.kv_heads
 
 
 def room(rows: int) -> int:

@@ -80,6 +80,7 @@ class Program:
         self._pass = np.zeros(1, dtype=PASS)
         self._pass["steps"], self._pass["num_steps"] = self.steps.ctypes.data, len(steps)
         self._pass["attention"] = self._scratch.ctypes.data
+        self._argument = self._pass.ctypes.data
         self._pass["cos"], self._pass["sin"] = shape.cos.data_ptr(), shape.sin.data_ptr()
         self._keep = (steps, shape)
         self._threads = 0
@@ -103,12 +104,11 @@ class Program:
         work = _set_rows(
             self.steps, self._calls, self._counters, self.cut, self._weights, rows, attention_units
         )
-        argument = self._pass.ctypes.data
         worker = load_worker(program_worker, PASS_TYPE)
         if threads == 1 or work < PARALLEL_WORK:
-            worker.work(argument)
+            worker.work(self._argument)
         else:
-            parallel()(worker.address, argument, threads)
+            parallel()(worker.address, self._argument, threads)
 
     def _share_among(self, threads: int) -> None:
         """Cut products into a run for each thread, and make the counters for that."""

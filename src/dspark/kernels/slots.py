@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.compilation import compiled
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import Program
 from dspark.kernels.program_numba import CHOOSE
 from dspark.kernels.steps import Confidence, Step, choose, gather, product, product_input, width
 
-__all__ = ["Draws", "HeadWeights", "SlotChain"]
+__all__ = ["ChainOutput", "Draws", "HeadWeights", "SlotChain", "compile_loop"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,16 @@ class Draws:
         assert self.uniforms.is_contiguous()
 
 
+@dataclass(frozen=True, eq=False)
+class ChainOutput:
+    """What a chain chose, the caller's to keep: tokens [A, width] with their confidence logits [A, width], which slots
+    past a length go on with, and where tokens were drawn the very array they were drawn from, [A, width, Vd]."""
+
+    tokens: Tensor
+    confidence: Tensor | None
+    probs: Tensor | None
+
+
 class SlotChain:
     """Steps of all slots, and their memory for so many requests.
 
@@ -65,6 +76,10 @@ class SlotChain:
         self.tokens = torch.zeros(slots + 1, requests, dtype=torch.int64)
         self.index = torch.zeros(slots, requests, dtype=torch.int64)
         self.confidence = torch.empty(slots, requests)
+        # The same memory: each round sets and copies it, and NumPy takes half as long for so few numbers.
+        self._tokens, self._index, self._confidence = (
+            tensor.numpy() for tensor in (self.tokens, self.index, self.confidence)
+        )
         self._draws: Draws | None = None  # alive until the program has read them
         self._probs: Tensor | None = None
         if head.w2 is not None:  # slots follow each other and share this memory
@@ -96,14 +111,16 @@ class SlotChain:
         )
         return [*steps, choice]
 
-    def load(self, program: Program, lengths: np.ndarray, anchors: np.ndarray, draws: Draws | None) -> None:
-        """Set what the steps of `program` read: blocks of `lengths` [A], their anchors [A]; greedy without draws."""
+    def bind(self, program: Program) -> None:
+        """The program that has these steps, whose choices `load` sets."""
+        self._records, self._choices = program.steps, program.of_kind(CHOOSE)
+
+    def load(self, lengths: np.ndarray, anchors: np.ndarray, draws: Draws | None) -> None:
+        """Set what the steps read: blocks of `lengths` [A], their anchors [A]; greedy without draws."""
         requests, slots = len(lengths), int(lengths.max())
-        self.tokens[0, :requests] = torch.from_numpy(anchors)
-        slot = np.minimum(np.arange(len(self.index))[:, None], lengths - 1)
-        self.index[:, :requests] = torch.from_numpy(np.cumsum(lengths) - lengths + slot)
+        _set_blocks(self._tokens, self._index, lengths, anchors)
         self._draws, self._probs = draws, None
-        steps, choices = program.steps, program.of_kind(CHOOSE)[:slots]
+        steps, choices = self._records, self._choices[:slots]
         steps["probs"][choices] = 0
         if draws is None:
             return
@@ -117,12 +134,28 @@ class SlotChain:
         steps["uniform"][choices] = draws.uniforms.data_ptr() + 8 * np.arange(slots)
         steps["uniform_step"][choices] = slots
 
-    def output(self, slots: int, requests: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Tokens [A, slots], confidence logits [A, slots] and probabilities [A, slots, Vd] of what was loaded."""
-        # Copies: `contiguous` would leave a block of one slot in this memory.
-        tokens = self.tokens[1 : slots + 1, :requests].T.clone(memory_format=torch.contiguous_format)
+    def output(self, slots: int, requests: int) -> ChainOutput:
+        """What became of the blocks that were loaded."""
+        tokens = torch.from_numpy(self._tokens[1 : slots + 1, :requests].T.copy())
         confidence = None
         if self.head.confidence is not None:
-            confidence = self.confidence[:slots, :requests].T.clone(memory_format=torch.contiguous_format)
+            confidence = torch.from_numpy(self._confidence[:slots, :requests].T.copy())
         probs, self._probs = self._probs, None
-        return tokens, confidence, probs
+        return ChainOutput(tokens, confidence, probs)
+
+
+def compile_loop() -> None:
+    """Compile now rather than at the first call."""
+    one, none = np.ones(1, dtype=np.int64), np.zeros((1, 1), dtype=np.int64)
+    _set_blocks(none, none, one, one)
+
+
+@compiled
+def _set_blocks(tokens: np.ndarray, index: np.ndarray, lengths: np.ndarray, anchors: np.ndarray) -> None:
+    """Blocks of A requests into a chain's `tokens` and `index`; slots past a length repeat its last row."""
+    first = 0
+    for a in range(len(lengths)):
+        tokens[0, a] = anchors[a]
+        for k in range(len(index)):
+            index[k, a] = first + min(k, lengths[a] - 1)
+        first += lengths[a]
