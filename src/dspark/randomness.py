@@ -18,7 +18,7 @@ import numba
 import numpy as np
 import torch
 
-__all__ = ["Purpose", "fresh_seed", "uniform"]
+__all__ = ["Purpose", "fresh_seed", "uniform", "uniform_array"]
 
 
 class Purpose(IntEnum):
@@ -73,6 +73,17 @@ def uniform(
     state = _absorb(state, round)
     state = _absorb(state, slot * _PURPOSES + int(purpose))
     return _shift_right(state, 11).to(torch.float64) * _UNIT
+
+
+def uniform_array(address: np.ndarray, slots: np.ndarray, purposes: np.ndarray) -> np.ndarray:
+    """`uniform` on the host, without a tensor: [n, g] float64.
+
+    Args:
+        address: [n, 3] int64: seed, uid, round.
+        slots, purposes: [g] int64.
+    """
+    seed, uid, round = (address[:, i : i + 1] for i in range(3))
+    return np.asarray(_draw(seed, uid, round, slots, purposes))
 
 
 @numba.vectorize(cache=True)

@@ -8,7 +8,7 @@ import torch
 from dspark.acceptance import greedy_rule
 from dspark.engine.intake import check_lengths
 from dspark.engine.packing import draft_rows, pack_rows
-from dspark.kernels import distributions
+from dspark.kernels import distributions, ratio
 from dspark.randomness import Purpose, uniform
 
 __all__ = ["rehearse"]
@@ -23,3 +23,4 @@ def rehearse() -> None:
     address = torch.zeros(1, 1, dtype=torch.int64)
     u = uniform(address, address, address, address[0], Purpose.DRAFT)
     distributions.draw(distributions.softmax(torch.zeros(1, 16), np.ones(1)), u[:, 0])
+    ratio.compile_rule()
