@@ -14,7 +14,7 @@ from dspark.core import Draft, Request, TokenLogprobs
 from dspark.engine.runner import Verification
 from dspark.engine.scheduler import Batch
 from dspark.kernels import ratio
-from dspark.randomness import Purpose, uniform_array
+from dspark.randomness import Purpose
 from dspark.sampling import SamplingRows, argmax, log_probabilities, probabilities, top_logprobs
 
 __all__ = ["Judgement", "judge"]
@@ -90,10 +90,9 @@ def _by_ratio(
     logits = seen.output.logits
     rows = SamplingRows.of(requests, logits.device)
     if ratio.fits(logits, draft) and not rows.any_filter:
-        temperature = np.ascontiguousarray(rows.host[:, 0])
-        uniforms = _uniforms(rows, draft.gamma)
+        temperature = rows.host[:, 0].copy()
         return ratio.decide(
-            logits, temperature, seen.logit_start, seen.lengths, draft, seen.sampling, uniforms
+            logits, temperature, rows.address, seen.logit_start, seen.lengths, draft, seen.sampling
         )
     index, lengths, row_start = (
         torch.from_numpy(x).to(logits.device) for x in (seen.sampling, seen.lengths, seen.logit_start)
@@ -111,13 +110,6 @@ def _by_ratio(
         one_hot=None if draft.one_hot is None else draft.one_hot[index],
     )
     return verdict.num_accepted.cpu().numpy(), verdict.next_token.cpu().numpy()
-
-
-def _uniforms(rows: SamplingRows, gamma: int) -> np.ndarray:
-    """[S, gamma + 1] float64: those that accept each slot's draft, and the one that draws the next token."""
-    slots, purposes = np.arange(gamma + 1), np.full(gamma + 1, int(Purpose.ACCEPT))
-    slots[gamma], purposes[gamma] = 0, Purpose.RESAMPLE
-    return uniform_array(rows.address, slots, purposes)
 
 
 def _positions(requests: Sequence[Request], seen: Verification) -> torch.Tensor:

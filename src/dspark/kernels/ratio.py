@@ -16,8 +16,11 @@ from dspark.core import Draft
 from dspark.kernels import distributions
 from dspark.kernels.distributions_numba import draw_row, softmax_row
 from dspark.kernels.memory import floats, integers
+from dspark.randomness import Purpose, uniform_at
 
 __all__ = ["compile_rule", "decide", "fits"]
+
+_ACCEPT, _RESAMPLE = int(Purpose.ACCEPT), int(Purpose.RESAMPLE)
 
 
 def fits(logits: torch.Tensor, draft: Draft) -> bool:
@@ -32,22 +35,22 @@ def fits(logits: torch.Tensor, draft: Draft) -> bool:
 def decide(
     logits: torch.Tensor,
     temperature: np.ndarray,
+    address: np.ndarray,
     row_start: np.ndarray,
     lengths: np.ndarray,
     draft: Draft,
     index: np.ndarray,
-    uniforms: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Accepted drafts and next tokens, each [S] int64, of S requests without filters.
 
     Args:
         logits: [n, V], unchanged. A row with NaN or +inf rejects its draft, and if sampled says token 0.
         temperature: [S] float64, 0 = greedy.
+        address: [S, 3] int64 seed, uid and round of each request: where its uniforms are drawn.
         row_start: [S] int64, the logit row of each request's slot 0.
         lengths: [S] int64, scheduled drafts, 0..gamma.
         draft: of R requests; it `fits`.
         index: [S] int64, which of the R requests these are.
-        uniforms: [S, gamma + 1] float64 in [0, 1): for the slots, and at the end for the next token.
 
     Raises:
         IndexError: a scheduled draft is no token of the target.
@@ -65,11 +68,11 @@ def decide(
         logits.data_ptr(),
         size,
         temperature,
+        address,
         row_start,
         lengths,
         np.ascontiguousarray(draft.tokens.numpy()),
         index,
-        uniforms,
         certain,
         0 if probs is None else probs.data_ptr(),
         0 if probs is None or vocab is None else vocab.data_ptr(),
@@ -82,11 +85,11 @@ def _decide(
     logits: int,
     size: int,
     temperature: np.ndarray,
+    address: np.ndarray,
     row_start: np.ndarray,
     lengths: np.ndarray,
     tokens: np.ndarray,
     index: np.ndarray,
-    uniforms: np.ndarray,
     certain: np.ndarray,
     p_draft: int,
     vocab: int,
@@ -96,6 +99,7 @@ def _decide(
     p = np.empty(size, np.float32)
     at, gamma = p.ctypes.data, tokens.shape[1]
     for s in range(len(index)):
+        seed, uid, round = address[s, 0], address[s, 1], address[s, 2]
         r, n, row = index[s], 0, logits + 4 * size * row_start[s]
         softmax_row(row, at, size, temperature[s])
         while n < lengths[s]:
@@ -103,14 +107,16 @@ def _decide(
             if not 0 <= x < size:
                 raise IndexError("a draft is no token of the target")
             q = 0 if certain[r] else p_draft + 4 * draft_size * (gamma * r + n)
-            if not uniforms[s, n] * _draft_probability(x, q, vocab, draft_size) < p[x]:
+            u = uniform_at(seed, uid, round, n, _ACCEPT)
+            if not u * _draft_probability(x, q, vocab, draft_size) < p[x]:
                 _subtract(p, x, q, vocab, draft_size)
                 if _empty(p):
                     softmax_row(row, at, size, temperature[s])
                 break
             n, row = n + 1, row + 4 * size
             softmax_row(row, at, size, temperature[s])
-        accepted[s], following[s] = n, draw_row(at, size, uniforms[s, gamma])
+        u = uniform_at(seed, uid, round, 0, _RESAMPLE)
+        accepted[s], following[s] = n, draw_row(at, size, u)
     return accepted, following
 
 
@@ -160,4 +166,4 @@ def compile_rule() -> None:
     """Compile now rather than at the first call."""
     one, none = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     draft = Draft(torch.zeros(1, 1, dtype=torch.int64), one)
-    decide(torch.zeros(2, 16), np.ones(1), none, one, draft, none, np.zeros((1, 2)))
+    decide(torch.zeros(2, 16), np.ones(1), np.zeros((1, 3), dtype=np.int64), none, one, draft, none)
