@@ -108,7 +108,7 @@ def _decide(
                 raise IndexError("a draft is no token of the target")
             q = 0 if certain[r] else p_draft + 4 * draft_size * (gamma * r + n)
             u = uniform_at(seed, uid, round, n, _ACCEPT)
-            if not u * _draft_probability(x, q, vocab, draft_size) < p[x]:
+            if not u * _draft_probability(x, q, vocab, draft_size) < p[x]:  # type: ignore[call-arg]
                 _subtract(p, x, q, vocab, draft_size)
                 if _empty(p):
                     softmax_row(row, at, size, temperature[s])
