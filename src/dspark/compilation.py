@@ -20,7 +20,11 @@ __all__ = ["compiled", "kept_compilations", "told_once"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_SOURCES = ("kernels", "schedule")  # whose functions are compiled into each other across files
+_SOURCES = (
+    "kernels/*.py",
+    "schedule/*.py",
+    "randomness.py",
+)  # whose functions are compiled into each other across files
 _KEPT = 8  # states of the sources whose compilations are kept
 
 
@@ -87,7 +91,7 @@ def _key() -> str:
     """What a compilation is valid for: sources, where they lie, Numba, processor."""
     root = Path(__file__).parent
     digest = hashlib.sha256(f"{root} {numba.__version__} {llvmlite.binding.get_host_cpu_name()}".encode())
-    for part in _SOURCES:
-        for path in sorted((root / part).glob("*.py")):
+    for pattern in _SOURCES:
+        for path in sorted(root.glob(pattern)):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -18,7 +18,7 @@ import numba
 import numpy as np
 import torch
 
-__all__ = ["Purpose", "fresh_seed", "uniform"]
+__all__ = ["Purpose", "fresh_seed", "uniform", "uniform_at"]
 
 
 class Purpose(IntEnum):
@@ -68,7 +68,7 @@ def uniform(
     """
     if seed.device.type == "cpu":
         words = (x.numpy() for x in (seed, uid, round, slot))
-        return torch.as_tensor(_draw(*words, int(purpose)))
+        return torch.as_tensor(uniform_at(*words, int(purpose)))
     state = _absorb(_mix(seed + _GAMMA), uid)
     state = _absorb(state, round)
     state = _absorb(state, slot * _PURPOSES + int(purpose))
@@ -84,8 +84,11 @@ def _mixed(x):  # type: ignore[no-untyped-def]
 
 
 @numba.vectorize(cache=True)
-def _draw(seed, uid, round, slot, purpose):  # type: ignore[no-untyped-def]
-    """`uniform` at one address: dozens of small tensor operations take longer than all else of a sampled round."""
+def uniform_at(seed, uid, round, slot, purpose):  # type: ignore[no-untyped-def]
+    """`uniform` at one address, for compiled loops, or at arrays of them.
+
+    Dozens of small tensor operations take longer than all else of a sampled round.
+    """
     gamma = np.uint64(0x9E3779B97F4A7C15)
     state = _mixed(np.uint64(seed) + gamma)
     for word in (uid, round, slot * _PURPOSES + purpose):

@@ -21,6 +21,7 @@ from dspark.randomness import Purpose, uniform
 __all__ = ["SamplingRows", "argmax", "log_probabilities", "probabilities", "sample", "top_logprobs"]
 
 _NEVER = float("-inf")
+_NO_FILTER = np.array([0.0, 1.0, 0.0])  # top_k, top_p, min_p
 _FIRST_CANDIDATES = 512  # logits a top-p row looks at before it looks at all of them (CPU)
 
 
@@ -138,7 +139,7 @@ class SamplingRows:
 
     @cached_property
     def any_filter(self) -> bool:
-        return self.max_top_k > 0 or self.any_top_p or self.any_min_p
+        return bool((self.host[:, 1:] != _NO_FILTER).any())
 
     @cached_property
     def top_p_within_top_k(self) -> bool:

@@ -13,6 +13,7 @@ from dspark.acceptance import AcceptanceRule, greedy_rule, ratio_rule, shared_no
 from dspark.core import Draft, Request, TokenLogprobs
 from dspark.engine.runner import Verification
 from dspark.engine.scheduler import Batch
+from dspark.kernels import ratio
 from dspark.randomness import Purpose
 from dspark.sampling import SamplingRows, argmax, log_probabilities, probabilities, top_logprobs
 
@@ -88,6 +89,11 @@ def _by_ratio(
     """As `_by_shared_noise`."""
     logits = seen.output.logits
     rows = SamplingRows.of(requests, logits.device)
+    if ratio.fits(logits, draft) and not rows.any_filter:
+        temperature = rows.host[:, 0].copy()
+        return ratio.decide(
+            logits, temperature, rows.address, seen.logit_start, seen.lengths, draft, seen.sampling
+        )
     index, lengths, row_start = (
         torch.from_numpy(x).to(logits.device) for x in (seen.sampling, seen.lengths, seen.logit_start)
     )

@@ -9,7 +9,7 @@ from dspark.acceptance import greedy_rule
 from dspark.drafters.block import pack_blocks
 from dspark.engine.intake import check_lengths
 from dspark.engine.packing import draft_rows, kept_rows, pack_rows
-from dspark.kernels import distributions
+from dspark.kernels import distributions, ratio
 from dspark.randomness import Purpose, uniform
 
 __all__ = ["rehearse"]
@@ -26,3 +26,4 @@ def rehearse() -> None:
     address = torch.zeros(1, 1, dtype=torch.int64)
     u = uniform(address, address, address, address[0], Purpose.DRAFT)
     distributions.draw(distributions.softmax(torch.zeros(1, 16), np.ones(1)), u[:, 0])
+    ratio.compile_rule()
