@@ -467,8 +467,10 @@ def test_while_drafting_is_off_some_rounds_are_listened_to():
 def test_known_acceptance_spares_a_trial_that_it_speaks_against():
     for known, tried in ((0.05, False), (0.9, True)):
         policy = PrefixScheduler(7, CHEAP, aim=AimConfig(acceptance=(known,) * 7))
-        drafts, _ = simulate(policy, 0.9, 64)
+        drafts, _ = simulate(policy, 0.9, 1000)
         assert drafts.any() == tried
+    drafts, _ = simulate(PrefixScheduler(7, CHEAP, aim=AimConfig(acceptance=(0.05,) * 7)), 0.9, 4000)
+    assert drafts.any(), "it is tried in the end all the same"
     with pytest.raises(DSparkError, match="known of 2 slots, drafts have 7"):
         PrefixScheduler(7, CHEAP, aim=AimConfig(acceptance=(0.5, 0.5)))
 

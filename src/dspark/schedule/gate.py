@@ -16,7 +16,7 @@ _SUPPOSED = 2  # rounds that the scatter of gains rests on before there are any
 _YOUNG = (
     30  # rounds of one request, behind which the doubt in a verdict is 1.4 times what it is in the long run
 )
-_FIRST = 6  # times `exploration` may be spent on the first retry: it knows little yet
+_FIRST = 6  # times `exploration` may be spent on the first retry, where nothing was known before
 _INSIST = 3  # times the wait, behind which a trial is made against the odds
 
 
@@ -122,7 +122,10 @@ class DraftGate:
 
     def put_off(self) -> None:
         """The trial that is due is not made: nothing known speaks for it. Put off to the end, the wait begins anew, and
-        is twice as long: that it cannot pay at best is as good as a trial in vain."""
+        is twice as long: that it cannot pay at best is as good as a trial in vain. Where acceptance was measured
+        before, what speaks against the first trial has that weight at once."""
+        if self.fresh and self._config.acceptance:
+            self._wait = self._config.retry_at_most
         if self._unlikely and self.insists:
             self._off, self._wait = 1, min(2 * self._wait, self._config.retry_at_most)
         self._unlikely = True
@@ -136,7 +139,8 @@ class DraftGate:
     @property
     def _patience(self) -> float:
         config = self._config
-        share = config.exploration * max(1.0, _FIRST * config.retry_after / self._wait)
+        more = 1.0 if config.acceptance else max(1.0, _FIRST * config.retry_after / self._wait)
+        share = config.exploration * more
         return max(self._wait, self._lost / share)
 
     def passes(self, gain: float) -> bool:
