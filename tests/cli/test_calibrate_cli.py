@@ -259,6 +259,8 @@ def test_conversion(tmp_path: Path) -> None:
         (["--concurrency", "0"], "--concurrency must be 1 or more"),
         (["--convert", "none.json"], "cannot read the calibration"),
         (["--check", "a", "--convert", "b"], "not allowed with"),
+        (["--convert", "a", "--no-collect"], "without use for --no-collect"),
+        (["--convert", "a", "--diagram", "b.svg"], "without use for --diagram"),
     ],
 )
 def test_errors_are_one_line(

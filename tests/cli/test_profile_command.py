@@ -46,6 +46,7 @@ def test_additive_and_flat_tables(tmp_path, capsys):
         (["profile", "--dtype", "float8"], "not supported"),
         (["profile", "--max-num-seqs", "0"], "--max-num-seqs"),
         (["profile", "--format", "csv"], "invalid choice"),
+        (["profile", "--format", "sglang"], "--format says how --export writes"),
         (["generate", "hi", "--policy", "best"], "invalid choice"),
         (["bench", "throughput", "--methods", "none,dspark:best"], "unknown policy"),
         (["bench", "throughput", "--methods", "none:auto"], "none has no policy"),

@@ -145,6 +145,12 @@ def _check(args: argparse.Namespace) -> None:
 
     if args.format not in FORMATS:
         raise DSparkError(f"--format {args.format!r} is not known; choose from {', '.join(FORMATS)}")
+    if args.convert is not None:
+        for name in ("diagram", "rounds", "no_collect", "offsets", "json"):
+            if getattr(args, name):
+                raise DSparkError(
+                    f"--convert writes a calibration as it is, without use for --{name.replace('_', '-')}: leave it out"
+                )
     if args.offsets and args.format != "dspark":
         raise DSparkError(
             f"--format {args.format} cannot hold offsets: leave out --offsets, or save in the format dspark"

@@ -37,7 +37,7 @@ def add_parser(verbs: Any) -> None:
         "--max-rows", type=int, default=64, metavar="N", help="largest pass that is timed (%(default)s)"
     )
     parser.add_argument("--export", metavar="PATH", help="write the table there")
-    parser.add_argument("--format", choices=FORMATS, default="dspark", help="of --export (%(default)s)")
+    parser.add_argument("--format", choices=FORMATS, help=f"of --export ({FORMATS[0]})")
     parser.add_argument(
         "--import",
         dest="table",
@@ -55,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
     from dspark.profile import read_cost_table, write_cost_table
     from dspark.profile.store import describe
 
+    if args.format is not None and args.export is None:
+        raise DSparkError("--format says how --export writes: name a file there, or leave it out")
+    form = args.format or FORMATS[0]
     if args.table is not None:
         if args.export is not None:
             raise DSparkError("--export writes what was measured: leave --import out")
@@ -66,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
         profile = _measure(args)
         facts = profile.as_dict()
         if args.export is not None:
-            lost = write_cost_table(profile, Path(args.export), args.format)
+            lost = write_cost_table(profile, Path(args.export), form)
             if lost:
-                say(f"the format {args.format} has no place for {', '.join(lost)}")
+                say(f"the format {form} has no place for {', '.join(lost)}")
         cost = profile.cost()
     if cost.warning is not None:
         say(f"warning: {cost.warning}")
