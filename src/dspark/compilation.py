@@ -20,11 +20,8 @@ __all__ = ["compiled", "kept_compilations", "told_once"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_SOURCES = (
-    "kernels/*.py",
-    "schedule/*.py",
-    "randomness.py",
-)  # whose functions are compiled into each other across files
+# Of functions that are compiled into each other across files.
+_SOURCES = ("kernels/*.py", "schedule/*.py", "randomness.py")
 _KEPT = 8  # states of the sources whose compilations are kept
 
 
