@@ -2,7 +2,7 @@
 
 The engine's own packing, judgement and drafter are run on made-up requests whose KV is filled, so what is timed is
 what a round does. Probes take turns, so that a slow moment of the machine meets all of them; each is run some times in
-a row, of which the first does not count, so that it finds the caches as it would leave them itself. Passes are timed
+a row, of which the first do not count, so that it finds the caches as it would leave them itself. Passes are timed
 behind passes, and those of drafted rounds behind their drafts.
 """
 
@@ -25,6 +25,7 @@ from dspark.engine.termination import OutputStream
 from dspark.kv import KVPool
 from dspark.profile.fit import Kind, Sample
 from dspark.sampling import SamplingRows
+from dspark.schedule.feedback import SETTLED
 from dspark.target.base import Target
 
 __all__ = ["ProfileSettings", "largest_pass", "measure_profile"]
@@ -32,6 +33,7 @@ __all__ = ["ProfileSettings", "largest_pass", "measure_profile"]
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BLOCK = 16
 IN_A_ROW = 2  # runs of a probe that count, at a turn
+FEW_ROWS = 8  # up to which a pass takes as long as it takes to read the weights, or nearly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +79,13 @@ def measure_profile(
     random = Random(0)
     with torch.inference_mode():
         for probe in probes:
-            bench.run(*probe)  # warm up: compiled kernels, caches, memory
+            bench.run(probe)  # warm up: compiled kernels, caches, memory
         samples: list[Sample] = []
         began = clock()
         for repeat in range(settings.most):
             random.shuffle(probes)
             for probe in probes:
-                bench.run(*probe)
-                samples += [sample for _ in range(IN_A_ROW) for sample in bench.run(*probe)]
+                samples += bench.run(probe, _lead(probe[2]), IN_A_ROW)
             spent = clock() - began
             if repeat + 1 >= settings.repeats and spent * (repeat + 2) / (repeat + 1) > settings.seconds:
                 break
@@ -107,6 +108,11 @@ def _lengths(settings: ProfileSettings, target: Target, gamma: int) -> tuple[int
 
 
 Probe = tuple[Kind, int, int, int]
+
+
+def _lead(rows: int) -> int:
+    """Runs at a turn that do not count: few rows find the caches as those before left them, for several passes."""
+    return SETTLED if rows <= FEW_ROWS else 1
 
 
 class _Bench:
@@ -157,8 +163,9 @@ class _Bench:
                 probes += [("upkeep", 1, n, 0) for n in (1, width)]
         return list(dict.fromkeys(probes))
 
-    def run(self, kind: Kind, requests: int, rows: int, context: int) -> list[Sample]:
-        """Times of one call; of a "draft", and of the pass behind it."""
+    def run(self, probe: Probe, lead: int = 0, count: int = 1) -> list[Sample]:
+        """Times of `count` calls behind `lead` others; of a "draft", and of the pass behind it."""
+        kind, requests, rows, context = probe
         group = [self._request(context, rows) for _ in range(requests)]
         batch = Batch(
             group,
@@ -168,20 +175,24 @@ class _Bench:
         )
         try:
             if kind == "draft":
-                draft, seconds = self._draft(batch, rows, context)
-                behind = self._verify(batch, draft, Plan(draft.lengths))
-                passed = requests + int(draft.lengths.sum())
-                return [
-                    Sample("draft", requests, rows, context, seconds),
-                    Sample("behind", requests, passed, context, behind),
-                ]
-            call = {"step": self._step, "upkeep": self._upkeep}[kind]
-            return [Sample(kind, requests, rows, context, call(batch, rows, context))]
+                self._follow(batch, context)
+            samples = [self._sample(probe, batch) for _ in range(lead + count)]
+            return [sample for found in samples[lead:] for sample in found]
         finally:
             for r in group:
                 self._pool.release(r.table)
                 if self.drafter is not None:
                     self.drafter.forget(r.request)
+
+    def _sample(self, probe: Probe, batch: Batch) -> list[Sample]:
+        kind, requests, rows, context = probe
+        if kind == "draft":
+            draft, seconds = self._draft(batch, rows)
+            behind = self._verify(batch, draft, Plan(draft.lengths))
+            passed = requests + int(draft.lengths.sum())
+            return [Sample(*probe, seconds), Sample("behind", requests, passed, context, behind)]
+        call = {"step": self._step, "upkeep": self._upkeep}[kind]
+        return [Sample(*probe, call(batch, rows))]
 
     def _request(self, context: int, rows: int) -> Running:
         self._uid += 1
@@ -197,7 +208,7 @@ class _Bench:
         assert reserved, "the bench's pool holds its largest probe"
         return running
 
-    def _step(self, batch: Batch, rows: int, context: int) -> float:
+    def _step(self, batch: Batch, rows: int) -> float:
         count = len(batch.running)
         lengths = np.full(count, (rows - count) // count)
         lengths[: (rows - count) % count] += 1
@@ -211,11 +222,18 @@ class _Bench:
         judge(batch, draft, seen)
         return self._clock() - started
 
-    def _draft(self, batch: Batch, rows: int, context: int) -> tuple[Draft, float]:
+    def _follow(self, batch: Batch, context: int) -> None:
+        """Have the drafter know the whole context."""
         assert self.drafter is not None
         self.drafter.observe(self._observed(batch, context))
         if isinstance(self.drafter, Deferring):
-            self.drafter.catch_up()  # upkeep is a part of drafting: a round leaves a row or two behind
+            self.drafter.catch_up()
+
+    def _draft(self, batch: Batch, rows: int) -> tuple[Draft, float]:
+        assert self.drafter is not None
+        if isinstance(
+            self.drafter, Deferring
+        ):  # upkeep is a part of drafting: a round leaves a row or two behind
             self.drafter.observe(self._observed(batch, 1))
         want = np.full(len(batch.running), rows // len(batch.running))
         sampling = SamplingRows.of(batch.requests, self.target.device)
@@ -227,7 +245,7 @@ class _Bench:
         draft.tokens.cpu()
         return draft, self._clock() - started
 
-    def _upkeep(self, batch: Batch, rows: int, context: int) -> float:
+    def _upkeep(self, batch: Batch, rows: int) -> float:
         assert self.drafter is not None
         observed = self._observed(batch, rows)
         started = self._clock()
