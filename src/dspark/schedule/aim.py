@@ -62,7 +62,9 @@ class Aim:
         self._confident = False
         self._wanted = False
         self._waits = False  # a trial is due, but not in the round at hand
-        self._unlikely = False  # nor is it likely to pay
+        self._unlikely = (
+            0.0  # nor is it likely to pay: rounds of plain decoding that a drafted round would lose
+        )
         self._rounds = _TAUGHT if config.acceptance else 0  # with drafts, at any load
         self._priced: tuple[ScheduleState, np.ndarray] | None = None  # of the round at hand
         self._reach = float(gamma)  # longest length verified lately
@@ -90,7 +92,7 @@ class Aim:
     def lengths(self, state: ScheduleState) -> np.ndarray:
         """[R] int64 drafts to propose."""
         load = self._load(state.num_requests)
-        self._wanted = self._waits = self._unlikely = False
+        self._wanted, self._waits, self._unlikely = False, False, 0.0
         if not load.gate.resting and load.gate.trying and state.query_tokens > state.num_requests:
             # Prompts in a round hide what a trial in it costs: better wait for one without, if there are such.
             self._waits = load.prompts < _PROMPTS
@@ -116,7 +118,7 @@ class Aim:
             load.prompts += 1
             return
         if self._unlikely:
-            load.gate.put_off()
+            load.gate.put_off(self._unlikely)
         if load.gate.pausing or not (load.gate.on or self._wanted):
             load.gate.observe(False, False)
             return
@@ -159,18 +161,20 @@ class Aim:
             hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
             gain, lengths = self._best(load, state, room, hopeful)
             if gain <= 1:
-                self._unlikely = True
+                self._unlikely = math.inf
                 return nothing
             if self._rounds < _BOLD:
                 return lengths
             # Between hope and what is remembered: most trials are in vain, and cost.
-            between = (hopeful * self.history.survival(state.uids)) ** 0.5
-            gain, lengths = self._best(load, state, room, between)
+            known = self.history.survival(state.uids)
+            gain, lengths = self._best(load, state, room, (hopeful * known) ** 0.5)
             under_way = load.gate.on and not load.gate.fresh
-            if gain > 1 or under_way or load.gate.insists or self._rounds < _TAUGHT:
-                return lengths
-            self._unlikely = True
-            return nothing
+            if gain <= 1 and not (under_way or load.gate.insists) and self._rounds >= _TAUGHT:
+                self._unlikely = math.inf
+            elif load.gate.fresh and self.config.acceptance:
+                expected, _ = self._best(load, state, room, known)
+                self._unlikely = max(0.0, 1 / expected - 1)
+            return nothing if self._unlikely else lengths
         gain, lengths = self._best(load, state, room, self.history.survival(state.uids))
         seen, tried = load.realised.at_best(self.config.doubt), load.tried.at_best(self.config.doubt)
         if gain < 1 < seen and self._confident:

@@ -17,6 +17,7 @@ _YOUNG = (
     30  # rounds of one request, behind which the doubt in a verdict is 1.4 times what it is in the long run
 )
 _FIRST = 6  # times `exploration` may be spent on the first retry, where nothing was known before
+_LASTS = 3  # times the length of a trial, until it is clear that it was in vain
 _INSIST = 3  # times the wait, behind which a trial is made against the odds
 
 
@@ -120,15 +121,21 @@ class DraftGate:
         """A trial is due for so long that no estimate counts: estimates may be wrong, and age."""
         return self._off >= _INSIST * self._patience
 
-    def put_off(self) -> None:
-        """The trial that is due is not made: nothing known speaks for it. Put off to the end, the wait begins anew, and
-        is twice as long: that it cannot pay at best is as good as a trial in vain. Where acceptance was measured
-        before, what speaks against the first trial has that weight at once."""
-        if self.fresh and self._config.acceptance:
-            self._wait = self._config.retry_at_most
+    def put_off(self, loss: float) -> None:
+        """The trial that is due is not made: nothing known speaks for it.
+
+        A first trial that acceptance as measured before speaks against waits as if it had been made, with a `loss` of so
+        many rounds of plain decoding in each of its own; where not even hope speaks for it (inf), as long as any. Put
+        off to the end, the wait begins anew, and is twice as long: that it cannot pay at best is as good as a trial in
+        vain.
+        """
+        config = self._config
+        if self.fresh and config.acceptance:
+            self._trial, self._wait = 0, config.retry_at_most if loss == math.inf else config.retry_after
+            self._lost = min(_LASTS * self.trial_rounds * loss, config.exploration * config.retry_at_most)
         if self._unlikely and self.insists:
-            self._off, self._wait = 1, min(2 * self._wait, self._config.retry_at_most)
-        self._unlikely = True
+            self._off, self._wait = 1, min(2 * self._wait, config.retry_at_most)
+        self._unlikely = loss == math.inf
 
     @property
     def far(self) -> float:
