@@ -380,6 +380,21 @@ def test_a_trial_waits_for_a_round_without_prompts_but_not_for_ever():
     assert policy.draft_lengths(prompt)[1] > 0
 
 
+def test_prompts_are_not_followed_for_a_trial_that_is_not_to_be():
+    """Where known acceptance speaks against drafting, that is decided with the first prompts, not behind them."""
+    prompts = ScheduleState(
+        np.array([0, 1]), np.array([0, 0]), np.array([0, 50]), np.array([64, 9]), np.array([False, True])
+    )
+    nothing = np.zeros(2, dtype=np.int64)
+    for known, rests in ((0.05, True), (0.9, False)):
+        policy = PrefixScheduler(7, CHEAP, aim=AimConfig(acceptance=(known,) * 7))
+        for _ in range(2):
+            assert policy.draft_lengths(prompts).tolist() == [0, 0]
+            later = policy.rests(2)
+            policy.observe(prompts, None, nothing, nothing, nothing)
+        assert (later > 0) == rests
+
+
 # Of rows that cost little up to 16, and much beyond.
 CHEAP = TableCost((1, 16, 64), (1.0, 1.2, 6.0), draft=DraftCost(0.35, 0.01, 0.006))
 

@@ -93,14 +93,15 @@ class Aim:
         """[R] int64 drafts to propose."""
         load = self._load(state.num_requests)
         self._wanted, self._waits, self._unlikely = False, False, 0.0
-        if not load.gate.resting and load.gate.trying and state.query_tokens > state.num_requests:
-            # Prompts in a round hide what a trial in it costs: better wait for one without, if there are such.
-            self._waits = load.prompts < _PROMPTS
-        if load.gate.resting or load.gate.pausing or self._waits:  # a round that is to cost nothing
-            return np.zeros(state.num_requests, dtype=np.int64)
-        room = np.minimum(state.modelled(state.room), self.gamma)
-        nothing = np.zeros(len(room), dtype=np.int64)
-        chosen = self._choose(state, room, nothing) if np.count_nonzero(room) else nothing
+        nothing = np.zeros(state.num_requests, dtype=np.int64)
+        if load.gate.resting or load.gate.pausing:  # a round that is to cost nothing
+            return nothing
+        if load.gate.trying and state.query_tokens > state.num_requests and load.prompts < _PROMPTS:
+            # Prompts in a round hide what a trial in it costs: better wait for one without, if there is to be one.
+            self._choose(state.behind_prompts(self.gamma), nothing)
+            self._waits = not self._unlikely
+            return nothing
+        chosen = self._choose(state, nothing)
         self._wanted = chosen is not nothing
         return chosen
 
@@ -119,6 +120,8 @@ class Aim:
             return
         if self._unlikely:
             load.gate.put_off(self._unlikely)
+            load.gate.observe(False, False)
+            return
         if load.gate.pausing or not (load.gate.on or self._wanted):
             load.gate.observe(False, False)
             return
@@ -155,8 +158,10 @@ class Aim:
             load.widening += _WIDENING_FADES * (net - load.widening)
         load.gate.observe(True, True, (worth - tokens) / max(without, 1))
 
-    def _choose(self, state: ScheduleState, room: np.ndarray, nothing: np.ndarray) -> np.ndarray:
-        load = self._load(state.num_requests)
+    def _choose(self, state: ScheduleState, nothing: np.ndarray) -> np.ndarray:
+        load, room = self._load(state.num_requests), np.minimum(state.modelled(state.room), self.gamma)
+        if not np.count_nonzero(room):
+            return nothing
         if load.gate.trying:
             hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
             gain, lengths = self._best(load, state, room, hopeful)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -45,6 +45,14 @@ class ScheduleState:
     def modelled(self, lengths: np.ndarray) -> np.ndarray:
         """[R] `lengths` where they are a model's to draft, 0 where a copy stands in for them, which costs nothing."""
         return lengths if self.free is None else np.where(self.free > 0, 0, lengths)
+
+    def behind_prompts(self, most: int) -> ScheduleState:
+        """The same requests once their prompts are processed: a row each, and room for `most` drafts where there was a
+        prompt."""
+        if self.pending is None:
+            return self
+        prompt = self.pending > 1 if self.samples is None else (self.pending > 1) | ~self.samples
+        return replace(self, room=np.where(prompt, most, self.room), pending=None, samples=None)
 
     @property
     def num_requests(self) -> int:

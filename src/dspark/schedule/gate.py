@@ -124,10 +124,10 @@ class DraftGate:
     def put_off(self, loss: float) -> None:
         """The trial that is due is not made: nothing known speaks for it.
 
-        A first trial that acceptance as measured before speaks against waits as if it had been made, with a `loss` of so
-        many rounds of plain decoding in each of its own; where not even hope speaks for it (inf), as long as any. Put
-        off to the end, the wait begins anew, and is twice as long: that it cannot pay at best is as good as a trial in
-        vain.
+        A first trial that acceptance as measured before speaks against waits as if it had been made, with a `loss` of
+        so many rounds of plain decoding in each of its own; where not even hope speaks for it (inf), as long as any.
+        Put off to the end, the wait begins anew, and is twice as long: that it cannot pay at best is as good as a trial
+        in vain.
         """
         config = self._config
         if self.fresh and config.acceptance:
