@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from dspark.calibrate.calibration import Calibration
+from dspark.calibrate.formats import save_calibration
 from dspark.cli import main
 from dspark.errors import DSparkError
 from dspark.schedule.cost import DraftCost, TableCost
@@ -114,6 +116,14 @@ def test_from_the_command_line(capsys, tmp_path):
     )
     assert main([*common, "--acceptance", str(tmp_path / "r.npz")]) == 0
     assert "| 4 |" in capsys.readouterr().out
+    save_calibration(tmp_path / "c.json", Calibration((1.0,) * GAMMA, acceptance=(0.05,) * GAMMA))
+    dear = [*common, "--acceptance", str(tmp_path / "r.npz"), "--machine", "cpu-135m", "--json"]
+    verified = []
+    for options in ([], ["--calibration", str(tmp_path / "c.json")]):
+        assert main([*dear, *options]) == 0
+        loads = json.loads(capsys.readouterr().out)["hindsight"]["all rounds"]["loads"]
+        verified.append(sum(loads[-1]["verified"]["prefix"].values()))
+    assert verified[0] > verified[1], "what is known to be hopeless is not tried"
     assert main(common) == 2
     assert "recorded rounds" in capsys.readouterr().err
 

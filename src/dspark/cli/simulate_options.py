@@ -32,7 +32,7 @@ _SERVING = (
 )  # fmt: skip
 # What prices that are fitted to recorded steps do without.
 _SIMULATED = (
-    *_SERVING, "policies", "greedy", "machine", "policy_costs", "acceptance", "gamma",
+    *_SERVING, "policies", "greedy", "machine", "policy_costs", "acceptance", "calibration", "gamma",
     "confidence_noise", "confidence_scale", "no_confidence", "overhead_ms", "seed",
 )  # fmt: skip
 
@@ -91,6 +91,13 @@ def _add_engine_options(group: Any) -> None:
         group, "policy-costs", str, "NAME|PATH", "prices that policies believe in; default: the machine's"
     )
     _option(group, "acceptance", str, "NAME|PATH", "qwen3-4b, smollm2-135m or recorded rounds")
+    _option(
+        group,
+        "calibration",
+        str,
+        "PATH",
+        "policies know its mean acceptance at the start, as the engine's do",
+    )
     _option(group, "gamma", int, "N", "drafts of a block; default: as measured")
     _option(group, "confidence-noise", float, "SD", "of logits")
     _option(group, "confidence-scale", float, "X", "above 1: overconfident")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dspark.errors import DSparkError
+from dspark.schedule.aim import AimConfig
 from dspark.schedule.auto import AutoScheduler
 from dspark.schedule.cost import CostModel, TableCost
 from dspark.schedule.policies import (
@@ -34,8 +35,10 @@ POLICY_NAMES = (
 )
 
 
-def policy_factory(name: str, gamma: int, cost: CostModel) -> PolicyFactory:
-    """What makes a fresh policy (they learn, so every run needs its own).
+def policy_factory(
+    name: str, gamma: int, cost: CostModel, acceptance: tuple[float, ...] = ()
+) -> PolicyFactory:
+    """What makes a fresh policy (they learn, so every run needs its own); `acceptance`: see `AimConfig`.
 
     | name | policy |
     |---|---|
@@ -63,16 +66,17 @@ def policy_factory(name: str, gamma: int, cost: CostModel) -> PolicyFactory:
         return _made(FixedLength, length)
     if kind == "threshold":
         return _made(Threshold, gamma, _number(argument, name, float) if colon else 0.5)
+    aim = AimConfig(acceptance=acceptance)
     if kind == "prefix" and isinstance(cost, TableCost) and cost.executed:
-        return _made(PrefixScheduler, gamma, replace(cost, executed=False), sizes=cost.tokens)
+        return _made(PrefixScheduler, gamma, replace(cost, executed=False), sizes=cost.tokens, aim=aim)
     return {
         "plain": _made(FixedLength, 0),
-        "prefix": _made(PrefixScheduler, gamma, cost),
-        "prefix-raw": _made(PrefixScheduler, gamma, cost),
-        "lagged": _made(LaggedScheduler, gamma, cost),
-        "lagged-previous": _made(LaggedScheduler, gamma, cost, ranks="previous"),
-        "global": _made(GlobalScheduler, gamma, cost),
-        "auto": _made(AutoScheduler, gamma, cost),
+        "prefix": _made(PrefixScheduler, gamma, cost, aim=aim),
+        "prefix-raw": _made(PrefixScheduler, gamma, cost, aim=aim),
+        "lagged": _made(LaggedScheduler, gamma, cost, aim=aim),
+        "lagged-previous": _made(LaggedScheduler, gamma, cost, ranks="previous", aim=aim),
+        "global": _made(GlobalScheduler, gamma, cost, aim=aim),
+        "auto": _made(AutoScheduler, gamma, cost, aim=aim),
     }[kind]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dspark.calibrate.formats import load_calibration
 from dspark.errors import DSparkError
 from dspark.simulate.acceptance import Acceptance, Confidence
 from dspark.simulate.machines import Machine, machine
@@ -62,6 +64,7 @@ class Setup:
         drafts, source = acceptance(args.acceptance, args.gamma, quality, args.greedy)
         prices = machine(args.machine)
         beliefs = machine(args.policy_costs) if args.policy_costs else prices
+        known = load_calibration(Path(args.calibration)).acceptance if args.calibration else ()
         lengths = Lengths.parse(args.prompt_tokens), Lengths.parse(args.output_tokens)
         setup = Setup(
             args,
@@ -69,7 +72,10 @@ class Setup:
             beliefs,
             drafts,
             source,
-            {name: policy_factory(name, drafts.gamma, beliefs.cost) for name in args.policies.split(",")},
+            {
+                name: policy_factory(name, drafts.gamma, beliefs.cost, known)
+                for name in args.policies.split(",")
+            },
             Mix.parse(args.mix or ",".join(drafts.domain_names), *lengths),
             Limits(
                 max_num_seqs=DEFAULT_SEQS if args.max_num_seqs is None else args.max_num_seqs,
