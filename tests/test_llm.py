@@ -115,6 +115,10 @@ def test_unusable_settings_are_refused():
     ):
         with pytest.raises(DSparkError, match=message):
             LLM("smollm2-135m", **settings)
+
+
+def test_a_model_that_is_not_there_is_refused_before_kernels_are_compiled(monkeypatch):
+    monkeypatch.setattr("dspark.llm.compile_kernels", lambda report: pytest.fail("compiled for nothing"))
     with pytest.raises(DSparkError, match="smollm2-135m"):
         LLM("no-such-model")
 

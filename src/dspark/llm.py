@@ -23,6 +23,7 @@ from dspark.schedule.cost import CostModel
 from dspark.schedule.settings import ScheduleSettings, build_policy, split_config
 from dspark.schedule.survival import Calibrate
 from dspark.target.load import load_target
+from dspark.target.zoo import resolve
 
 __all__ = ["LLM", "Prompt"]
 
@@ -82,10 +83,11 @@ class LLM:
             kv_cache_tokens=kv_cache_tokens,
             acceptance=schedule.acceptance,
         )
+        directory = resolve(model, report)  # a model that is not there is refused before kernels are compiled
         if device == "cpu" and dtype == "float32":
             compile_kernels(report)
             rehearse()
-        loaded = load_target(model, _DTYPES[dtype], device, report, activation_dtype, kv_cache_dtype)
+        loaded = load_target(directory, _DTYPES[dtype], device, report, activation_dtype, kv_cache_dtype)
         self.model, self.tokenizer = str(model), loaded.tokenizer
         drafter, block = build_drafter(drafting, loaded.decoder)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dspark.cli import main
-from dspark.core import RequestMetrics, RequestOutput, SamplingParams, StepEvent
+from dspark.core import DSparkError, RequestMetrics, RequestOutput, SamplingParams, StepEvent
 from dspark.target.zoo import known_models, resolve
 
 ANSWER = "Grüße, fox!"
@@ -32,7 +32,10 @@ class ByteTokenizer:
         return bytes([token_id])
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError:
+            raise DSparkError("the text is not valid Unicode") from None
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
         return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
@@ -251,6 +254,16 @@ def test_chat_keeps_history(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
     assert llms[0].engine.prompts == [first, second, third, "<system>S<user>four<assistant>"]
 
 
+def test_chat_outlives_a_line_that_is_no_text(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\none\n"), encoding="utf-8"))
+        assert main(["chat", *FAKE, "--max-tokens", "1"]) == 0
+    assert "not valid Unicode" in capsys.readouterr().err
+    assert llms[0].engine.prompts == ["<user>one<assistant>"]
+
+
 def test_chat_schedules_as_generate_does(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--policy", "threshold", "--threshold", "0.4", "--acceptance", "shared_noise"]
     assert chat(monkeypatch, ["one"], "--max-tokens", "1", *options) == 0
@@ -349,7 +362,8 @@ GENERATE = ["generate", "Hi", *FAKE]
         ([*GENERATE, "--threads", "0"], "--threads must be 1 or more"),
         ([*GENERATE, "--raw", "--system", "S"], "--system needs"),
         ([*GENERATE, "--compare", "--method", "none"], "--compare compares"),
-        ([*GENERATE, "--compare", "--repeats", "0"], "--repeats"),
+        ([*GENERATE, "--compare", "--repeats", "0"], "--repeats must be 1 or more"),
+        ([*GENERATE, "--repeats", "3"], "--repeats is for --compare"),
         (["generate", "", *FAKE], "prompt is empty"),
         (["generate", "\udcff", *FAKE], "not valid UTF-8"),
         (["chat", *FAKE, "--temperature", "inf"], "finite"),

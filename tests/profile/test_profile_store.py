@@ -158,15 +158,16 @@ def test_a_profile_is_kept_and_belongs_to_what_it_was_measured_with(target, tmp_
     assert len(calls) == 4
     kept = sorted((tmp_path / "profiles").iterdir())
     assert len(kept) == 3
-    for path in kept:
-        path.write_text("{")
-    assert ensure_profile(target, None, 3) == first
-    assert len(calls) == 5
+    for content in (b"{", b"[]", b"\xff"):
+        for path in kept:
+            path.write_bytes(content)
+        assert ensure_profile(target, None, 3) == first
+    assert len(calls) == 7, "what is damaged is measured anew"
     ensure_profile(target, None, 3, max_num_seqs=2)
-    assert len(calls) == 5, "it reaches further than is needed"
+    assert len(calls) == 7, "it reaches further than is needed"
     for path in kept:
         path.unlink()
-    for count, measured in ((1, 6), (8, 7), (8, 7), (1, 7)):
+    for count, measured in ((1, 8), (8, 9), (8, 9), (1, 9)):
         ensure_profile(target, NgramDrafter(2), 3, max_num_seqs=count)
         assert len(calls) == measured
 
@@ -211,6 +212,13 @@ def test_foreign_damaged_and_suspicious_tables(measured, target, tmp_path):
         ('{"a": 1}', "missing"),
         ('{"format": "dspark-cost-profile", "format_version": 9}', "version 2"),
         ('{"format": "dspark-cost-profile", "format_version": 2, "samples": [1]}', "damaged"),
+        (
+            '{"format": "dspark-cost-profile", "format_version": 2, "samples": [["step", Infinity, 1, 1, 1]]}',
+            "damaged",
+        ),
+        (json.dumps(flat | {"sample_steps_per_sec": [10, float("nan")]}), "finite"),
+        (json.dumps(flat | {"sample_steps_per_sec": [10, 10**400]}), "finite"),
+        (json.dumps(flat | {"max_batch_tokens": 10**400}), "finite"),
     ):
         path.write_text(text)
         with pytest.raises(DSparkError, match=message):

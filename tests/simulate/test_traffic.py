@@ -82,6 +82,13 @@ def test_a_trace_is_read_and_sped_up(tmp_path):
     assert source.next_time == pytest.approx(30)
 
 
+def test_times_of_a_trace_may_name_their_zone(tmp_path):
+    times = ("2024-05-10 00:00:00.5+00:00", "2024-05-10 00:00:02+00:00", "2024-05-09 17:00:03.25-07:00")
+    rows = "".join(f"{time},1,1\n" for time in times)
+    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    assert read_trace(tmp_path / "t.csv").seconds == pytest.approx([0, 1.5, 2.75])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -220,6 +220,14 @@ def test_a_file_of_another_model_or_form_is_refused(llm: LLM, tmp_path: Path) ->
         AnswerFile(tmp_path / "a.jsonl.gz", "")
 
 
+def test_answers_in_another_format_are_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    path.write_text(json.dumps({"conversations": turns}) + "\n")
+    with pytest.raises(DSparkError, match=r"a.jsonl:1 was not written by"):
+        AnswerFile(path, "")
+
+
 # Prompts
 
 

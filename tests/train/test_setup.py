@@ -78,6 +78,7 @@ def test_bad_input_is_one_line(config, tmp_path):
         (["eval_every=0"], "eval_every must be 1 or more"),
         (["held_out=2.0"], r"held_out must lie in \[0, 1\]"),
         (["lr=-1.0"], "lr must be above 0"),
+        (["ce=-1.0"], "ce must be 0 or more"),
         (["markov_rank=-1"], "markov_rank must be 0 or more"),
     ):
         with pytest.raises(DSparkError, match=message) as error:

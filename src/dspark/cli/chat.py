@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import signal
 import sys
 import time
@@ -49,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     config |= schedule_config(args, args.method)
     conversation = Conversation(load_llm(args, config, max_num_seqs=1), params, args.system)
     say(COMMANDS)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(
+            errors="surrogateescape"
+        )  # bytes that are no UTF-8 spoil their line, not the chat
     while True:
         try:
             line = input("> ").strip()

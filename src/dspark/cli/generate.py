@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+REPEATS = 2  # of each side in --compare, unless --repeats says otherwise
+
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the `add_subparsers` object of `dspark`."""
@@ -41,7 +43,7 @@ def add_parser(verbs: Any) -> None:
         "--compare", action="store_true", help="decode plainly too; at T = 0 exit 1 if ids differ"
     )
     parser.add_argument(
-        "--repeats", type=int, default=2, metavar="N", help="runs of each side in --compare (%(default)s)"
+        "--repeats", type=int, metavar="N", help=f"runs of each side in --compare ({REPEATS})"
     )
     parser.add_argument(
         "--show-drafts", action="store_true", help="colour tokens by origin (FORCE_COLOR=1 in pipes)"
@@ -72,7 +74,9 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.compare and args.method == "none":
         raise DSparkError("--compare compares with plain decoding: choose another --method than none")
-    if args.repeats < 1:
+    if args.repeats is not None and not args.compare:
+        raise DSparkError("--repeats is for --compare: give that too, or leave it out")
+    if args.repeats is not None and args.repeats < 1:
         raise DSparkError(f"--repeats must be 1 or more, got {args.repeats}")
 
 
@@ -127,7 +131,9 @@ def _compare(args: argparse.Namespace, llm: LLM, prompt: Prompt, params: Samplin
     plain = _with(args, speculative=False)
     for warm_up in (_with(args, speculative=False, max_tokens=8), _with(args, max_tokens=8)):
         decode(llm, prompt, warm_up)
-    pairs = [(decode(llm, prompt, plain), decode(llm, prompt, params)) for _ in range(args.repeats)]
+    pairs = [
+        (decode(llm, prompt, plain), decode(llm, prompt, params)) for _ in range(args.repeats or REPEATS)
+    ]
     compared = Comparison(pairs, greedy=params.greedy)
     if args.json:
         write_json({"model": args.model, "method": args.method, **compared.as_dict()})

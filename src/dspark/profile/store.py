@@ -59,16 +59,20 @@ class Profile:
         }
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Profile:
-        """Raises DSparkError: another format, a later version, or samples that are none."""
-        if data.get("format") != FORMAT or data.get("format_version") != FORMAT_VERSION:
+    def from_dict(data: Any) -> Profile:
+        """Raises DSparkError: no mapping, another format, a later version, or samples that are none."""
+        if (
+            not isinstance(data, Mapping)
+            or data.get("format") != FORMAT
+            or data.get("format_version") != FORMAT_VERSION
+        ):
             raise DSparkError(f"this is no {FORMAT} of version {FORMAT_VERSION}: measure with dspark profile")
         try:
             samples = tuple(
                 Sample(kind, int(r), int(n), int(c), float(s)) for kind, r, n, c, s in data["samples"]
             )
             return Profile(dict(data["fingerprint"]), samples, str(data["dspark_version"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DSparkError(f"this {FORMAT} is damaged ({error}): measure with dspark profile") from None
 
 
@@ -120,7 +124,7 @@ def ensure_profile(
             current = kept.fingerprint == belongs_to and kept.dspark_version == __version__
             if current and reach >= wanted:
                 return kept
-        except (DSparkError, OSError, json.JSONDecodeError):
+        except (DSparkError, OSError, UnicodeError, json.JSONDecodeError):
             pass  # measured anew, which replaces it
     report("measuring what a step costs here (some seconds, once for this model and machine)")
     profile = Profile(belongs_to, tuple(measure_profile(target, drafter, gamma, max_num_seqs, settings)))

@@ -5,16 +5,16 @@ Neither format has a place for draft or context costs: reading leaves them 0, wr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from dspark.errors import DSparkError
 from dspark.schedule.cost import AdditiveCost, TableCost
 
 __all__ = ["from_sglang", "from_tensorrt_llm", "minimum_predicted_gain", "to_sglang", "to_tensorrt_llm"]
 
+_LARGEST = sys.float_info.max
 _SGLANG_TABLE = ("sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens")
 _SGLANG_ADDITIVE = ("bias_seconds", "bs_probes", "alpha_seconds", "m_probes", "theta_seconds")
 _TENSORRT = ("token_counts", "step_time_ms", "fixed_overhead_ms", "batch_sizes", "batch_overhead_ms")
@@ -101,19 +101,22 @@ def _require(table: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
         raise DSparkError(f"{what}: key {missing[0]!r} is missing; it needs {', '.join(keys)}")
 
 
+def _finite(value: object) -> bool:
+    """A number that a float can hold: JSON as Python reads it has NaN, infinities and whole numbers of any size."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
 def _number(table: Mapping[str, Any], key: str) -> float:
     value = table[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+    if not _finite(value):
         raise DSparkError(f"{key}: must be a finite number, got {value!r}")
     return float(value)
 
 
 def _numbers(table: Mapping[str, Any], key: str, scale: float = 1.0) -> tuple[float, ...]:
     values = table[key]
-    if not isinstance(values, list | tuple) or any(
-        isinstance(v, bool) or not isinstance(v, int | float) for v in values
-    ):
-        raise DSparkError(f"{key}: must be a list of numbers")
+    if not isinstance(values, list | tuple) or not all(map(_finite, values)):
+        raise DSparkError(f"{key}: must be a list of numbers, all finite")
     return tuple(float(v) * scale for v in values)
 
 

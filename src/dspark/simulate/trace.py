@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +41,8 @@ class Trace:
 def read_trace(path: str | Path) -> Trace:
     """A CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens; more columns are ignored.
 
-    TIMESTAMP is a date with time (fractions beyond microseconds are cut) or a number of seconds. Counts of 0
-    are taken as 1: a request without a token would never be served.
+    TIMESTAMP is a date with time (UTC unless it names another zone; fractions beyond microseconds are cut) or a
+    number of seconds. Counts of 0 are taken as 1: a request without a token would never be served.
 
     Raises:
         DSparkError: no such file, a column is missing, a row cannot be read, or there is none.
@@ -76,6 +76,7 @@ def _row(row: dict[str, str], where: str) -> tuple[float, int, int]:
 def _seconds(text: str) -> float:
     if text[:1].isdigit() and "-" not in text and ":" not in text:
         return float(text)
-    whole, _, fraction = text.partition(".")
-    digits = "".join(c for c in fraction if c.isdigit())[:9]
-    return (datetime.fromisoformat(whole) - datetime(1970, 1, 1)).total_seconds() + float(f"0.{digits or 0}")
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return moment.timestamp()

@@ -82,6 +82,10 @@ class AnswerFile:
                     f"{path}:{number} was written by another model ({record['target']}): name another output"
                 )
             conversation(record, f"{path}:{number}")
+            if "messages" not in record:
+                raise DSparkError(
+                    f"{path}:{number} was not written by `dspark data generate`: name another output"
+                )
             yield record
 
     def _note_kept(self, record: dict[str, Any]) -> None:

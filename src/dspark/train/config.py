@@ -100,6 +100,9 @@ class TrainConfig:
         for name in ("lr", "max_grad_norm", "decay"):
             if getattr(self, name) <= 0:
                 raise DSparkError(f"training option {name} must be above 0, got {getattr(self, name)}")
+        for name in ("ce", "l1", "confidence", "kl", "regression", "weight_decay", "head_lr_scale"):
+            if getattr(self, name) < 0:
+                raise DSparkError(f"training option {name} must be 0 or more, got {getattr(self, name)}")
         for name in ("held_out", "warmup", "min_lr_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise DSparkError(f"training option {name} must lie in [0, 1], got {getattr(self, name)}")
