@@ -76,6 +76,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.calibrate, self._clock = calibrate, clock
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self._device = target.device  # asking the model takes a microsecond
         self.policy = policy or FixedLength(drafter.max_draft if drafter else 0)
         self._observer = self.policy if isinstance(self.policy, Observer) else None
         self._timed = self.policy if isinstance(self.policy, Timed) else None
@@ -128,7 +129,7 @@ class Engine:
         request = Request(self._next_uid, request_id, prompt, params, seed, max_total)
         stream = OutputStream(request, self.target.eos_token_ids, self.tokenizer)
         shaper = LogitsShaper.for_request(
-            request, self.target.vocab_size, self.target.eos_token_ids, self.target.device, constraint
+            request, self.target.vocab_size, self.target.eos_token_ids, self._device, constraint
         )
         r = Running(request, stream, shaper)
         self._next_uid += 1
@@ -208,8 +209,8 @@ class Engine:
     def _propose(self, batch: Batch, want: np.ndarray, free: np.ndarray | None) -> Draft:
         most = want if free is None else np.where(free > 0, free, want)
         if self.drafter is None or not most.any():
-            return Draft.empty(len(batch.running), self.target.device)
-        rows = SamplingRows.of(batch.requests, self.target.device)
+            return Draft.empty(len(batch.running), self._device)
+        rows = SamplingRows.of(batch.requests, self._device)
         shapers = [r.shaper for r in batch.running]
         if self.config.rule == "shared_noise":
             rows, shapers = couple(batch.running, rows)

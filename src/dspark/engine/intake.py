@@ -66,7 +66,8 @@ def check_lengths(what: str, lengths: np.ndarray, limit: np.ndarray) -> np.ndarr
     """Lengths [R] int64, or an error: longer ones would write over other requests' KV."""
     if lengths.dtype.kind not in "iu":
         raise DSparkError(f"{what} gave lengths of dtype {lengths.dtype}; give integers")
-    lengths = np.require(lengths, np.int64, ("C", "W"))
+    if lengths.dtype != np.int64 or not (lengths.flags.c_contiguous and lengths.flags.writeable):
+        lengths = np.require(lengths, np.int64, ("C", "W"))
     if lengths.shape != limit.shape or not _within(lengths, limit):
         raise DSparkError(f"{what} gave lengths {lengths.tolist()}, allowed are 0 to {limit.tolist()}")
     return lengths

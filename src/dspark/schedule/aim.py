@@ -98,7 +98,7 @@ class Aim:
             return np.zeros(state.num_requests, dtype=np.int64)
         room = np.minimum(state.modelled(state.room), self.gamma)
         nothing = np.zeros(len(room), dtype=np.int64)
-        chosen = self._choose(state, room, nothing) if np.count_nonzero(room) else nothing
+        chosen = self._choose(load, state, room, nothing) if np.count_nonzero(room) else nothing
         self._wanted = chosen is not nothing
         return chosen
 
@@ -153,8 +153,7 @@ class Aim:
             load.widening += _WIDENING_FADES * (net - load.widening)
         load.gate.observe(True, True, (worth - tokens) / max(without, 1))
 
-    def _choose(self, state: ScheduleState, room: np.ndarray, nothing: np.ndarray) -> np.ndarray:
-        load = self._load(state.num_requests)
+    def _choose(self, load: _Load, state: ScheduleState, room: np.ndarray, nothing: np.ndarray) -> np.ndarray:
         if load.gate.trying:
             hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
             gain, lengths = self._best(load, state, room, hopeful)
@@ -172,14 +171,15 @@ class Aim:
             self._unlikely = True
             return nothing
         gain, lengths = self._best(load, state, room, self.history.survival(state.uids))
-        seen, tried = load.realised.at_best(self.config.doubt), load.tried.at_best(self.config.doubt)
+        doubt = self.config.doubt
+        seen = load.realised.at_best(doubt)
         if gain < 1 < seen and self._confident:
             # The mean block does not pay, but confidences find those that do: as far as they lately reached.
             lengths, self._before_widening = np.minimum(room, 1 + math.ceil(self._reach)), None
         if load.realised.rounds > 2 * load.gate.trial_rounds:
             gain = seen if load.gate.on else min(gain, seen)
         else:
-            gain = max(gain + self.config.doubt * load.tried.error, tried, seen)
+            gain = max(gain + doubt * load.tried.error, load.tried.at_best(doubt), seen)
         return lengths if load.gate.passes(gain) else nothing
 
     def _best(
