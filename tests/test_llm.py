@@ -3,6 +3,7 @@
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from dspark import LLM, DSparkError, SamplingParams
@@ -27,8 +28,10 @@ def llm():
 def test_prompts_of_every_kind_and_outputs_in_order(llm):
     ids = llm.encode(QUESTION)
     text = llm.tokenizer.decode(ids, skip_special_tokens=False)
-    a, b, c = llm.generate([QUESTION, text, {"prompt_token_ids": ids}], GREEDY)
-    assert a.prompt_token_ids == b.prompt_token_ids == c.prompt_token_ids == ids
+    a, b, c, d = llm.generate(
+        [QUESTION, text, {"prompt_token_ids": ids}, {"prompt_token_ids": np.array(ids)}], GREEDY
+    )
+    assert a.prompt_token_ids == b.prompt_token_ids == c.prompt_token_ids == d.prompt_token_ids == ids
     assert a.token_ids == b.token_ids == c.token_ids
     assert a.text.strip()
     (alone,) = llm.generate(QUESTION, GREEDY)

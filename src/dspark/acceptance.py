@@ -43,7 +43,9 @@ def tolerates_live(greedy: np.ndarray, one_hot_proposals: bool, rule: Acceptance
     proposals are deterministic and scored as one-hot p_d: looking at them reveals nothing random. And so do
     all rows under the shared-noise rule: they emit the target's own draw whatever was drafted.
     """
-    return np.asarray(greedy, dtype=bool) | one_hot_proposals | (rule == "shared_noise")
+    if one_hot_proposals or rule == "shared_noise":
+        return np.ones(len(greedy), dtype=bool)
+    return np.asarray(greedy, dtype=bool)
 
 
 def token_noise(seed: torch.Tensor, position: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dspark.calibrate.formats import CALIBRATION_FILE, load_calibration
@@ -205,12 +206,12 @@ class LLM:
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         if isinstance(prompt, Mapping):
             ids = prompt.get("prompt_token_ids")
-            whole = isinstance(ids, Sequence) and all(
-                isinstance(i, int) and not isinstance(i, bool) for i in ids
+            whole = isinstance(ids, Sequence | np.ndarray) and all(
+                isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids
             )
             if set(prompt) != {"prompt_token_ids"} or ids is None or not whole:
                 raise DSparkError('a prompt given as a mapping must be {"prompt_token_ids": [whole numbers]}')
-            return list(ids)
+            return [int(i) for i in ids]
         if isinstance(prompt, Sequence):
             messages = [message for message in prompt if isinstance(message, Mapping)]
             if len(messages) == len(prompt):

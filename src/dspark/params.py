@@ -40,10 +40,11 @@ class SamplingParams:
     Everything that shapes the distribution (temperature, filters, penalties, bias, `min_tokens`) acts on
     the target's and on the drafter's logits, once per committed position. `top_k` 0 (or -1) is off.
     `seed` None draws a fresh one, which the output records; a seed repeats a run of the same requests in the same
-    order with the same drafter and draft lengths. Where a seed is to give the same text again and again, within
-    one run too, set the acceptance rule `shared_noise`: under the rule `ratio` a request's own number counts as well. `max_tokens` None runs to the context edge. `logprobs` n returns
-    the chosen token's log-probability and the n most likely tokens' ones, after temperature and filters; with
-    `raw_logprobs` before them. `speculative` False decodes this request plainly.
+    order with the same drafter and draft lengths. Where a seed is to give the same text again and again, within one
+    run too, set the acceptance rule `shared_noise`: under `ratio` a request's own number counts as well. `max_tokens`
+    None runs to the context edge. `logprobs` n returns the chosen token's log-probability and the n most likely
+    tokens' ones, after temperature and filters; with `raw_logprobs` before them. `speculative` False decodes this
+    request plainly.
 
     Raises:
         DSparkError: a value is out of range, not finite or of the wrong type.

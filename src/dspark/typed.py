@@ -22,10 +22,13 @@ def check_fields(config: Any, what: str) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if not _fits(value, hints[field.name]):
-            wanted = str(getattr(hints[field.name], "__name__", hints[field.name])).replace(
-                "NoneType", "None"
-            )
-            raise DSparkError(f"{what} {field.name} must be {wanted}, got {value!r}")
+            raise DSparkError(f"{what} {field.name} must be {_name(hints[field.name])}, got {value!r}")
+
+
+def _name(hint: Any) -> str:
+    if get_origin(hint) is tuple:
+        return f"a list of {_name(get_args(hint)[0])}"
+    return str(getattr(hint, "__name__", hint)).replace("NoneType", "None")
 
 
 def _fits(value: Any, hint: Any) -> bool:

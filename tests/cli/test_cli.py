@@ -364,6 +364,7 @@ GENERATE = ["generate", "Hi", *FAKE]
         ([*GENERATE, "--compare", "--method", "none"], "--compare compares"),
         ([*GENERATE, "--compare", "--repeats", "0"], "--repeats must be 1 or more"),
         ([*GENERATE, "--repeats", "3"], "--repeats is for --compare"),
+        ([*GENERATE, "--compare", "--max-tokens", "0"], "--compare needs tokens"),
         (["generate", "", *FAKE], "prompt is empty"),
         (["generate", "\udcff", *FAKE], "not valid UTF-8"),
         (["chat", *FAKE, "--temperature", "inf"], "finite"),
@@ -439,6 +440,23 @@ def test_other_errors_keep_their_traceback(llms: list[FakeLLM], monkeypatch: pyt
 
     monkeypatch.setattr(FakeLLM, "stream", fail)
     with pytest.raises(ValueError, match="a fault of the program"):
+        main(GENERATE)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), PermissionError(13, "Denied", "x")]
+)
+def test_a_file_that_fails_is_one_line(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(FakeLLM, "stream", fail)
+    assert main(GENERATE) == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+    error.errno, error.filename = 9, None  # a fault of the program
+    with pytest.raises(OSError, match="9"):
         main(GENERATE)
 
 

@@ -78,6 +78,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ([str(config), "--set", f"data=['{tmp_path / 'none.jsonl'}']"], "cannot read training data"),
         ([str(config), "--set", "init_from=/none"], "init_from /none does not exist"),
         ([str(config), "--average", str(tmp_path / "none.pt")], "no resume state at"),
+        ([str(config), "--export", "--average", "x.pt"], "not allowed with argument --export"),
     ):
         assert main(["train", *arguments]) == 2
         err = capsys.readouterr().err

@@ -287,7 +287,7 @@ def test_new_requests_expect_the_mean():
 def test_rows_belong_to_their_uid():
     table = RequestTable(np.array([-1.0]))
     for uid in (5, 2, 9, 2):
-        at = table.use(np.array([uid]))
+        at, _ = table.use(np.array([uid]))
         table.values[at] = uid
     assert rows_of(table, [9, 3, 2, 5]) == [9, -1, 2, 5]
     for _ in range(1030):
@@ -336,7 +336,7 @@ def test_rows_of_requests_that_come_and_go(monkeypatch, orderly):
         uids, amounts = np.array(running, dtype=np.int64), rng.random(len(running))
         assert rows_of(table, running) == reference.peek(running)
         if running:
-            at = table.use(uids)
+            at, _ = table.use(uids)
             table.values[at, 0] += amounts
             reference.add(running, amounts.tolist())
             assert rows_of(table, running) == reference.peek(running)

@@ -1,13 +1,14 @@
 """The `dspark` command: one module a verb, imported light so that help is instant.
 
 Torch and the models are imported by the verb that runs, never here. Exit codes: 0, 1 (a check the verb made
-failed, e.g. outputs differ), 2 (bad input: one line on stderr), 130 (Ctrl-C).
+failed, e.g. outputs differ), 2 (bad input, or a file that fails: one line on stderr), 130 (Ctrl-C).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -18,6 +19,8 @@ from dspark import __version__
 from dspark.cli import audit, bench, calibrate, chat, data, evaluate, generate, info, profile, simulate, train
 
 __all__ = ["main"]
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class _UsageError(Exception):
@@ -59,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):  # stdout may be no file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE, as other tools report it
+    except OSError as error:  # a full disk, a file that vanished: nothing of the program's
+        if error.filename is None and error.errno not in _DISK:
+            raise
+        return _fail(error)
     except ValueError as error:
         from dspark.core import DSparkError  # only here: it imports torch
 

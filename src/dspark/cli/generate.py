@@ -74,6 +74,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.compare and args.method == "none":
         raise DSparkError("--compare compares with plain decoding: choose another --method than none")
+    if args.compare and args.max_tokens == 0:
+        raise DSparkError("--compare needs tokens to compare: set --max-tokens to 1 or more")
     if args.repeats is not None and not args.compare:
         raise DSparkError("--repeats is for --compare: give that too, or leave it out")
     if args.repeats is not None and args.repeats < 1:

@@ -29,10 +29,11 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key (repeatable)"
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--export", action="store_true", help="write the checkpoint of the saved state and stop"
     )
-    parser.add_argument(
+    instead.add_argument(
         "--average",
         nargs="+",
         type=Path,

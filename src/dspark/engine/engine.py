@@ -28,7 +28,14 @@ from dspark.core import (
 from dspark.drafters.base import Copier, Drafter, ProposeBatch
 from dspark.engine.commit import Round, append, output_of
 from dspark.engine.config import EngineConfig
-from dspark.engine.intake import check_lengths, check_policy, check_prompt, check_sound, longest_total
+from dspark.engine.intake import (
+    check_lengths,
+    check_policy,
+    check_prompt,
+    check_sound,
+    longest_total,
+    unused_id,
+)
 from dspark.engine.judge import Judgement, judge
 from dspark.engine.runner import Runner, Verification
 from dspark.engine.scheduler import Batch, Running, Scheduler
@@ -76,6 +83,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.calibrate, self._clock = calibrate, clock
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self._device = target.device  # asking the model takes a microsecond
         self.policy = policy or FixedLength(drafter.max_draft if drafter else 0)
         self._observer = self.policy if isinstance(self.policy, Observer) else None
         self._timed = self.policy if isinstance(self.policy, Timed) else None
@@ -123,12 +131,12 @@ class Engine:
         check_sound(self.policy, self.drafter, params, self.config.rule)
         capacity = self.pool.num_blocks * self.pool.block_size
         max_total = longest_total(len(prompt), params.max_tokens, self.max_model_len, capacity)
-        request_id = self._unused_id(request_id)
+        request_id = unused_id(request_id, self._next_uid, self._by_id)
         seed = params.seed if params.seed is not None else fresh_seed()
         request = Request(self._next_uid, request_id, prompt, params, seed, max_total)
         stream = OutputStream(request, self.target.eos_token_ids, self.tokenizer)
         shaper = LogitsShaper.for_request(
-            request, self.target.vocab_size, self.target.eos_token_ids, self.target.device, constraint
+            request, self.target.vocab_size, self.target.eos_token_ids, self._device, constraint
         )
         r = Running(request, stream, shaper)
         self._next_uid += 1
@@ -208,8 +216,8 @@ class Engine:
     def _propose(self, batch: Batch, want: np.ndarray, free: np.ndarray | None) -> Draft:
         most = want if free is None else np.where(free > 0, free, want)
         if self.drafter is None or not most.any():
-            return Draft.empty(len(batch.running), self.target.device)
-        rows = SamplingRows.of(batch.requests, self.target.device)
+            return Draft.empty(len(batch.running), self._device)
+        rows = SamplingRows.of(batch.requests, self._device)
         shapers = [r.shaper for r in batch.running]
         if self.config.rule == "shared_noise":
             rows, shapers = couple(batch.running, rows)
@@ -291,13 +299,3 @@ class Engine:
             if request_id in self._by_id:
                 output = self._end_now(r, r.request.finish_reason or "abort")
                 self._ended.append(StepEvent(request_id, [], [], "", output))
-
-    def _unused_id(self, request_id: str | None) -> str:
-        if request_id is None:
-            number = self._next_uid
-            while f"request-{number}" in self._by_id:
-                number += 1
-            return f"request-{number}"
-        if request_id in self._by_id:
-            raise DSparkError(f"request id {request_id!r} is in use; choose another")
-        return request_id

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import numpy as np
 
 from dspark.acceptance import AcceptanceRule, tolerates_live
@@ -10,7 +12,22 @@ from dspark.core import DSparkError, SamplingParams
 from dspark.drafters.base import Drafter
 from dspark.schedule.policies import Dependence, Policy
 
-__all__ = ["check_lengths", "check_policy", "check_prompt", "check_sound", "longest_total"]
+__all__ = ["check_lengths", "check_policy", "check_prompt", "check_sound", "longest_total", "unused_id"]
+
+
+def unused_id(wanted: str | None, number: int, in_use: Container[str]) -> str:
+    """The id that is `wanted`, or one made of the first number from `number` on that gives a new one.
+
+    Raises:
+        DSparkError: it is in use.
+    """
+    if wanted is not None:
+        if wanted in in_use:
+            raise DSparkError(f"request id {wanted!r} is in use; choose another")
+        return wanted
+    while f"request-{number}" in in_use:
+        number += 1
+    return f"request-{number}"
 
 
 def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
@@ -66,7 +83,8 @@ def check_lengths(what: str, lengths: np.ndarray, limit: np.ndarray) -> np.ndarr
     """Lengths [R] int64, or an error: longer ones would write over other requests' KV."""
     if lengths.dtype.kind not in "iu":
         raise DSparkError(f"{what} gave lengths of dtype {lengths.dtype}; give integers")
-    lengths = np.require(lengths, np.int64, ("C", "W"))
+    if lengths.dtype != np.int64 or not (lengths.flags.c_contiguous and lengths.flags.writeable):
+        lengths = np.require(lengths, np.int64, ("C", "W"))
     if lengths.shape != limit.shape or not _within(lengths, limit):
         raise DSparkError(f"{what} gave lengths {lengths.tolist()}, allowed are 0 to {limit.tolist()}")
     return lengths

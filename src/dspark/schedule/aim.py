@@ -98,10 +98,10 @@ class Aim:
             return nothing
         if load.gate.trying and state.query_tokens > state.num_requests and load.prompts < _PROMPTS:
             # Prompts in a round hide what a trial in it costs: better wait for one without, if there is to be one.
-            self._choose(state.behind_prompts(self.gamma), nothing)
+            self._choose(load, state.behind_prompts(self.gamma), nothing)
             self._waits = not self._unlikely
             return nothing
-        chosen = self._choose(state, nothing)
+        chosen = self._choose(load, state, nothing)
         self._wanted = chosen is not nothing
         return chosen
 
@@ -158,8 +158,8 @@ class Aim:
             load.widening += _WIDENING_FADES * (net - load.widening)
         load.gate.observe(True, True, (worth - tokens) / max(without, 1))
 
-    def _choose(self, state: ScheduleState, nothing: np.ndarray) -> np.ndarray:
-        load, room = self._load(state.num_requests), np.minimum(state.modelled(state.room), self.gamma)
+    def _choose(self, load: _Load, state: ScheduleState, nothing: np.ndarray) -> np.ndarray:
+        room = np.minimum(state.modelled(state.room), self.gamma)
         if not np.count_nonzero(room):
             return nothing
         if load.gate.trying:
@@ -181,14 +181,15 @@ class Aim:
                 self._unlikely = max(0.0, 1 / expected - 1)
             return nothing if self._unlikely else lengths
         gain, lengths = self._best(load, state, room, self.history.survival(state.uids))
-        seen, tried = load.realised.at_best(self.config.doubt), load.tried.at_best(self.config.doubt)
+        doubt = self.config.doubt
+        seen = load.realised.at_best(doubt)
         if gain < 1 < seen and self._confident:
             # The mean block does not pay, but confidences find those that do: as far as they lately reached.
             lengths, self._before_widening = np.minimum(room, 1 + math.ceil(self._reach)), None
         if load.realised.rounds > 2 * load.gate.trial_rounds:
             gain = seen if load.gate.on else min(gain, seen)
         else:
-            gain = max(gain + self.config.doubt * load.tried.error, tried, seen)
+            gain = max(gain + doubt * load.tried.error, load.tried.at_best(doubt), seen)
         return lengths if load.gate.passes(gain) else nothing
 
     def _best(

@@ -7,9 +7,9 @@ from collections import deque
 
 import numpy as np
 
+from dspark.schedule import loops
 from dspark.schedule.base import ScheduleState
 from dspark.schedule.cost import CostModel
-from dspark.schedule.loops import totals
 
 __all__ = ["Drift", "LiveCost"]
 
@@ -63,6 +63,7 @@ class LiveCost:
 
     def __init__(self, base: CostModel) -> None:
         self.base = base
+        self._displaced = base.displacement
         self._plain, self._rows, self._draft = Drift(MOST), Drift(MOST_SHAPE), Drift(MOST)
         self._since_plain, self._undrafted = FRESH, SETTLED
         self._floor: tuple[int, int, float] = (
@@ -89,7 +90,7 @@ class LiveCost:
         return plain * (rows * whole + (1 - rows) * floor)
 
     def draft_seconds(self, num_requests: np.ndarray | int, drafts: np.ndarray | int) -> np.ndarray:
-        seconds, displacement = self.base.draft_seconds(num_requests, drafts), self.base.displacement
+        seconds, displacement = self.base.draft_seconds(num_requests, drafts), self._displaced
         own = np.maximum(seconds - displacement, 0.0)
         return self._draft.factor * own + self._plain.factor * displacement * (seconds > 0)
 
@@ -101,24 +102,22 @@ class LiveCost:
     def step_curve(self, num_requests: int, first: int, count: int, context: int) -> np.ndarray:
         plain, rows = self._plain.factor, self._rows.factor
         curve = self.base.step_curve(num_requests, first, count, context)
-        curve *= plain * rows
-        if rows != 1:
-            curve += plain * (1 - rows) * self._plain_pass(num_requests, context)
-        return curve
+        floor = self._plain_pass(num_requests, context) if rows != 1 else 0.0
+        return loops.rescaled(curve, plain * rows, plain * (1 - rows) * floor)
 
     def draft_price(self, num_requests: int, drafts: int) -> float:
         price = self.base.draft_price(num_requests, drafts)
-        return self._draft.factor * (price - self.base.displacement) + self.displacement if price > 0 else 0.0
+        return self._draft.factor * (price - self._displaced) + self.displacement if price > 0 else 0.0
 
     @property
     def draft_terms(self) -> tuple[float, float, float]:
         factor, (base, per_request, per_draft) = self._draft.factor, self.base.draft_terms
-        own = factor * (base - self.base.displacement)
+        own = factor * (base - self._displaced)
         return own + self.displacement, factor * per_request, factor * per_draft
 
     @property
     def displacement(self) -> float:
-        return self._plain.factor * self.base.displacement
+        return self._plain.factor * self._displaced
 
     def _plain_pass(self, num_requests: int, context: int) -> float:
         """`base`'s price of a pass without drafts: one round asks for it several times."""
@@ -134,10 +133,10 @@ class LiveCost:
         R, drafted = state.num_requests, state.modelled(drafted)
         if state.query_tokens != R or not R:
             return
-        (drafted_for, drafts), budget = totals(drafted), totals(scheduled)[1]
+        drafted_for, drafts, budget, *_ = loops.tally(drafted, scheduled, scheduled)
         displacement = 0.0
         if drafted_for:
-            displacement = self.base.displacement
+            displacement = self._displaced
             expected = self.base.draft_price(drafted_for, drafts) - displacement
             if expected > 0:
                 self._draft.follow(draft_s / expected)

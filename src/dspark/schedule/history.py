@@ -6,7 +6,6 @@ import numpy as np
 
 from dspark.errors import DSparkError
 from dspark.schedule import history_loops
-from dspark.schedule.loops import totals
 
 __all__ = ["AcceptanceHistory", "RequestTable"]
 
@@ -26,12 +25,11 @@ class RequestTable:
 
     def __init__(self, initial: np.ndarray) -> None:
         self._initial = initial
-        self._uids, self._seen = np.zeros(
-            (2, 0), dtype=np.int64
-        )  # [capacity], increasing up to `count`; last round
+        # [capacity], increasing up to `count`; last round.
+        self._uids, self.seen = np.zeros((2, 0), dtype=np.int64)
         self.rows = np.zeros((0, *initial.shape))  # [capacity, *shape]; `find` may leave this array behind
         self.count = 0
-        self._round = 0
+        self.round = 0
         self._found, self._at = (
             b"",
             np.zeros(0, dtype=np.int64),
@@ -46,35 +44,31 @@ class RequestTable:
         """[R] where they lie, with rows made for new requests; one unused for long counts as new."""
         asked = uids.tobytes()
         if asked != self._found:
-            self._at, missing = self._locate(uids)
-            if missing and not self._append(uids):
-                self._at, _ = self._locate(uids)
+            if self._locate(uids):
                 self._admit(uids[self._at < 0])
-                self._at, _ = self._locate(uids)
+                self._locate(uids)
             self._found = asked
         return self._at
 
-    def idle(self, at: np.ndarray) -> np.ndarray:
-        """[R] rounds since each took part."""
-        return history_loops.idle_rounds(self._seen, at, self._round)
-
-    def use(self, uids: np.ndarray) -> np.ndarray:
-        """`find`, and one more round in which these requests took part."""
+    def use(self, uids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`find`, and one more round in which these requests took part: [R] rounds since each did before."""
         at = self.find(uids)
-        self._round += 1
-        self._seen[at] = self._round
-        return at
+        self.round += 1
+        return at, history_loops.touch(self.seen, at, self.round)
 
-    def _append(self, uids: np.ndarray) -> bool:
-        """Rows for new requests, the usual way: they come in order, and there is room."""
-        count = history_loops.append(
-            uids, self._at, self._uids, self._seen, self.rows, self._initial, self.count, self._round
+    def _locate(self, uids: np.ndarray) -> int:
+        """How many of them have no row and could not be given one the usual way, behind the last."""
+        self._at, missing, self.count = history_loops.find(
+            uids,
+            self._uids,
+            self.seen,
+            self.rows,
+            self._initial,
+            self.count,
+            self.round,
+            self.round - _KEEP,
         )
-        self.count = max(count, self.count)
-        return count >= 0
-
-    def _locate(self, uids: np.ndarray) -> tuple[np.ndarray, int]:
-        return history_loops.locate(uids, self._uids, self.count, self._seen, self._round - _KEEP)
+        return missing
 
     def _admit(self, uids: np.ndarray) -> None:
         """Rows for `uids`, which have none, or one that is out of date."""
@@ -84,22 +78,22 @@ class RequestTable:
             self._rebuild(new)
             n = self.count
         self.count = end = n + len(new)
-        self._uids[n:end], self._seen[n:end], self.rows[n:end] = new, self._round, self._initial
+        self._uids[n:end], self.seen[n:end], self.rows[n:end] = new, self.round, self._initial
         if not behind:
             order = np.argsort(self._uids[:end])
-            for column in (self._uids, self._seen, self.rows):
+            for column in (self._uids, self.seen, self.rows):
                 column[:end] = column[:end][order]
 
     def _rebuild(self, new: np.ndarray) -> None:
         """Drop rows of requests long gone and those of `new`, and make room for as many rows again."""
         n = self.count
-        keep = (self._seen[:n] >= self._round - _KEEP) & ~np.isin(self._uids[:n], new)
-        columns = self._uids[:n][keep], self._seen[:n][keep], self.rows[:n][keep]
+        keep = (self.seen[:n] >= self.round - _KEEP) & ~np.isin(self._uids[:n], new)
+        columns = self._uids[:n][keep], self.seen[:n][keep], self.rows[:n][keep]
         self.count = left = len(columns[0])
         room = max(_LEAST, 2 * (left + len(new)))
-        self._uids, self._seen = np.zeros((2, room), dtype=np.int64)
+        self._uids, self.seen = np.zeros((2, room), dtype=np.int64)
         self.rows = np.zeros((room, *self.rows.shape[1:]))
-        self._uids[:left], self._seen[:left], self.rows[:left] = columns
+        self._uids[:left], self.seen[:left], self.rows[:left] = columns
 
 
 class AcceptanceHistory:
@@ -161,21 +155,26 @@ class AcceptanceHistory:
         """[R, gamma] expected prefix survival of each request's next block; to be read only."""
         asked = uids.tobytes()
         if self._expected is None or self._expected[0] != asked:
-            at, mean = self._table.find(uids), self.conditional()
-            self._expected = (
-                asked,
-                history_loops.expected(
-                    self._table.rows, at, self._table.idle(at), self.decay, mean, self.weight, self.trust
-                ),
+            table, at = self._table, self._table.find(uids)
+            expected = history_loops.expected(
+                table.rows,
+                table.seen,
+                at,
+                table.round,
+                self.decay,
+                self._all,
+                self.prior,
+                self._known,
+                self.weight,
+                self.trust,
             )
+            self._expected = asked, expected
         return self._expected[1]
 
     def past_survival(self, uids: np.ndarray, age: int) -> np.ndarray:
         """[R, gamma] survivals as they were (age 0: in the last round); what is unknown is taken as expected."""
-        at = self._table.find(uids)
-        old = self._table.rows[at, 2 + age]
-        unknown = np.isnan(old)
-        return np.where(unknown, self.survival(uids), old) if np.count_nonzero(unknown) else old
+        expected = self.survival(uids)
+        return history_loops.remembered(self._table.rows, self._table.find(uids), age, expected)
 
     def observe(
         self,
@@ -192,12 +191,13 @@ class AcceptanceHistory:
         if not np.count_nonzero(drafted):
             return
         table = self._table
-        ages = table.idle(table.find(uids)) + 1
-        at = table.use(uids)
+        at, ages = table.use(uids)
         self._expected = None
         if alive is None:
             history_loops.file_outcomes(table.rows, at, ages, scheduled, accepted, self.decay, self._all)
             return
-        history_loops.file_promises(table.rows, at, ages, alive, self.decay, self._all)
-        self._promised = self.decay * self._promised + history_loops.promised(alive, scheduled)
-        self._accepted = self.decay * self._accepted + totals(accepted)[1]
+        promised, won = history_loops.file_promises(
+            table.rows, at, ages, alive, scheduled, accepted, self.decay, self._all
+        )
+        self._promised = self.decay * self._promised + promised
+        self._accepted = self.decay * self._accepted + won

@@ -8,14 +8,14 @@ from dspark.compilation import compiled
 from dspark.schedule.loops import NO_DRAFT
 
 __all__ = [
-    "append",
     "conditional",
     "expected",
+    "fading",
     "file_outcomes",
     "file_promises",
-    "idle_rounds",
-    "locate",
-    "promised",
+    "find",
+    "remembered",
+    "touch",
 ]
 
 
@@ -33,23 +33,33 @@ def conditional(total: np.ndarray, prior: float, known: np.ndarray, weight: floa
 
 
 @compiled
+def fading(decay: float, rounds: int) -> float:
+    """What is left of a number behind so many rounds: mostly one, and a power takes far longer than all else."""
+    return decay if rounds == 1 else decay**rounds if rounds else 1.0
+
+
+@compiled
 def expected(
     numbers: np.ndarray,
+    seen: np.ndarray,
     at: np.ndarray,
-    idle: np.ndarray,
+    now: int,
     decay: float,
-    mean: np.ndarray,
+    total: np.ndarray,
+    prior: float,
+    known: np.ndarray,
     weight: float,
     trust: float,
 ) -> np.ndarray:
     """[R, gamma] expected prefix survival.
 
-    `numbers` [n, 2 + past, gamma]: reached, passed, and what was promised; a row fades by `decay` for each round that
-    its request was `idle` [R].
+    `numbers` [n, 2 + past, gamma]: reached, passed, and what was promised; a row fades by `decay` for each round
+    since it was last `seen` [n]. It leans on the mean of all requests, see `conditional`.
     """
+    mean = conditional(total, prior, known, weight)
     out = np.empty((len(at), len(mean)))
     for r in range(len(at)):
-        alive, left = trust, decay ** idle[r]
+        alive, left = trust, fading(decay, now - seen[at[r]])
         for k in range(len(mean)):
             reached, passed = left * numbers[at[r], 0, k], left * numbers[at[r], 1, k]
             alive *= (passed + weight * mean[k]) / (reached + weight)
@@ -59,15 +69,28 @@ def expected(
 
 @compiled
 def file_promises(
-    numbers: np.ndarray, at: np.ndarray, ages: np.ndarray, alive: np.ndarray, decay: float, total: np.ndarray
-) -> None:
+    numbers: np.ndarray,
+    at: np.ndarray,
+    ages: np.ndarray,
+    alive: np.ndarray,
+    scheduled: np.ndarray,
+    accepted: np.ndarray,
+    decay: float,
+    total: np.ndarray,
+) -> tuple[float, int]:
     """Add a round's confidences to `numbers`, which fade by `decay` for each of the `ages` [R] rounds since the last,
-    and to `total` [2, gamma], which fades by one."""
+    and to `total` [2, gamma], which fades by one.
+
+    Accepted drafts that the survivals of the scheduled ones promise, and how many there were.
+    """
     total *= decay
-    past = numbers.shape[1] - 2
+    past, promised, won = numbers.shape[1] - 2, 0.0, 0
     for r in range(len(at)):
-        mine, before = numbers[at[r]], 1.0
-        mine[:2] *= decay ** ages[r]
+        mine, before, left = numbers[at[r]], 1.0, fading(decay, ages[r])
+        for k in range(numbers.shape[2]):
+            mine[0, k] *= left
+            mine[1, k] *= left
+        won += accepted[r]
         if alive.shape[1] == 0 or alive[r, 0] == NO_DRAFT:
             continue
         for age in range(past - 1, 0, -1):
@@ -84,17 +107,10 @@ def file_promises(
             total[1, k] += a
             if past:
                 mine[2, k] = a
+            if k < scheduled[r]:
+                promised += a
             before = a
-
-
-@compiled
-def promised(alive: np.ndarray, scheduled: np.ndarray) -> float:
-    """Accepted drafts that the survivals of the scheduled ones promise."""
-    out = 0.0
-    for r in range(len(alive)):
-        for k in range(min(scheduled[r], alive.shape[1])):
-            out += max(alive[r, k], 0.0)
-    return out
+    return promised, won
 
 
 @compiled
@@ -110,7 +126,7 @@ def file_outcomes(
     """`file_promises` where there are none: scheduled slots as they turned out."""
     total *= decay
     for r in range(len(at)):
-        numbers[at[r], :2] *= decay ** ages[r]
+        numbers[at[r], :2] *= fading(decay, ages[r])
         for k in range(min(scheduled[r], accepted[r] + 1)):
             passed = k < accepted[r]
             numbers[at[r], 0, k] += 1.0
@@ -120,53 +136,54 @@ def file_outcomes(
 
 
 @compiled
-def locate(
-    wanted: np.ndarray, uids: np.ndarray, n: int, seen: np.ndarray, oldest: int
-) -> tuple[np.ndarray, int]:
-    """[R] where each uid lies among the first n of the increasing `uids`, -1 where it does not or was last `seen`
-    before `oldest`, and how many do not."""
-    at, missing, i = np.empty(len(wanted), dtype=np.int64), 0, 0
-    for r in range(len(wanted)):
-        i += 1  # most lie behind the one before
-        if i >= n or uids[i] != wanted[r]:
-            i = np.searchsorted(uids[:n], wanted[r])
-        if i < n and uids[i] == wanted[r] and seen[i] >= oldest:
-            at[r] = i
-        else:
-            at[r] = -1
-            missing += 1
-    return at, missing
+def remembered(numbers: np.ndarray, at: np.ndarray, age: int, expected: np.ndarray) -> np.ndarray:
+    """[R, gamma] survivals as they were promised `age` rounds before the last; what is unknown as `expected`."""
+    out = np.empty_like(expected)
+    for r in range(len(at)):
+        for k in range(expected.shape[1]):
+            promised = numbers[at[r], 2 + age, k]
+            out[r, k] = expected[r, k] if np.isnan(promised) else promised
+    return out
 
 
 @compiled
-def append(
+def find(
     wanted: np.ndarray,
-    at: np.ndarray,
     uids: np.ndarray,
     seen: np.ndarray,
     rows: np.ndarray,
     initial: np.ndarray,
     n: int,
     now: int,
-) -> int:
-    """Rows for the uids that `locate` left out, behind the first n: how many there are then.
+    oldest: int,
+) -> tuple[np.ndarray, int, int]:
+    """[R] where each uid lies among the first n of the increasing `uids`, how many do not, and n.
 
-    -1, and nothing of it counts, where they do not come in increasing order, or no room is left.
+    A uid that was last `seen` before `oldest` counts as new. New ones are appended, the usual way: they come in
+    order, and there is room. What is left has -1.
     """
+    at, missing, i = np.empty(len(wanted), dtype=np.int64), 0, -1
     for r in range(len(wanted)):
-        if at[r] < 0:
-            if n == len(uids) or (n > 0 and wanted[r] <= uids[n - 1]):
-                return -1
+        i += 1  # most lie behind the one before
+        if i >= n or uids[i] != wanted[r]:
+            i = np.searchsorted(uids[:n], wanted[r])
+        if i < n and uids[i] == wanted[r] and seen[i] >= oldest:
+            at[r] = i
+        elif i == n < len(uids):
             uids[n], seen[n], rows[n] = wanted[r], now, initial
             at[r] = n
             n += 1
-    return n
+        else:
+            at[r] = -1
+            missing += 1
+    return at, missing, n
 
 
 @compiled
-def idle_rounds(seen: np.ndarray, at: np.ndarray, now: int) -> np.ndarray:
-    """[R] rounds since each was last seen."""
+def touch(seen: np.ndarray, at: np.ndarray, now: int) -> np.ndarray:
+    """[R] rounds since each was last seen; now it is."""
     out = np.empty(len(at), dtype=np.int64)
     for r in range(len(at)):
         out[r] = now - seen[at[r]]
+        seen[at[r]] = now
     return out

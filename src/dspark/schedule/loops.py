@@ -21,6 +21,7 @@ __all__ = [
     "most_rate",
     "nobody_minds",
     "priced",
+    "rescaled",
     "tally",
     "totals",
     "usable",
@@ -146,17 +147,44 @@ def most_rate(ascending: np.ndarray, candidates: int, outputs: float, seconds: n
 
 
 @compiled
+def lengths(alive: np.ndarray, ascending: np.ndarray, budget: int) -> np.ndarray:
+    """[R] int64: drafts of each request among the first `budget` candidates.
+
+    Ranked by survival, ties by earlier slot, then by request: the last one admitted says who is.
+    """
+    R, gamma = alive.shape
+    out = np.zeros(R, dtype=np.int64)
+    if budget <= 0:
+        return out
+    last, left = ascending[len(ascending) - budget], budget
+    for r in range(R):
+        for k in range(gamma):  # without a branch that nobody can predict
+            out[r] += alive[r, k] > last
+        left -= out[r]
+    for k in range(gamma):
+        for r in range(R):
+            if alive[r, k] == last:  # then all slots before it are in
+                out[r] += 1
+                left -= 1
+                if left == 0:
+                    return out
+    return out
+
+
+@compiled
 def best_to_draft(
+    alive: np.ndarray,
     ascending: np.ndarray,
     candidates: int,
     outputs: float,
     seconds: np.ndarray,
     draft: tuple[float, float, float],
-) -> tuple[int, int, float]:
-    """Where drafting is still to be decided: the best budget of at least 1, its requests and its tokens.
+) -> tuple[np.ndarray, int, int, float]:
+    """Where drafting is still to be decided: `lengths` of the best budget of at least 1, the budget, its requests
+    and its tokens.
 
-    `ascending` from survivals as `mark_first_slots` leaves them; `draft`: seconds of a draft, of each request in it
-    and of each of its tokens.
+    `alive` as `mark_first_slots` leaves them; `draft`: seconds of a draft, of each request in it and of each of its
+    tokens.
     """
     base, per_request, per_draft = draft
     bits = ascending.view(np.int64)
@@ -169,30 +197,7 @@ def best_to_draft(
         rate = tau / (seconds[budget] + base + per_request * requests + per_draft * budget)
         if rate > best_rate:
             best, best_rate, best_requests, best_tau = budget, rate, requests, tau
-    return best, best_requests, best_tau
-
-
-@compiled
-def lengths(alive: np.ndarray, ascending: np.ndarray, budget: int) -> np.ndarray:
-    """[R] int64: drafts of each request among the first `budget` candidates.
-
-    Ranked by survival, ties by earlier slot, then by request: the last one admitted says who is.
-    """
-    R, gamma = alive.shape
-    out = np.zeros(R, dtype=np.int64)
-    if budget <= 0:
-        return out
-    last, left = ascending[len(ascending) - budget], budget
-    for r in range(R):
-        while out[r] < gamma and alive[r, out[r]] > last:
-            out[r] += 1
-        left -= out[r]
-    for k in range(gamma):
-        for r in range(R):
-            if left > 0 and alive[r, k] == last:  # then all slots before it are in
-                out[r] += 1
-                left -= 1
-    return out
+    return lengths(alive, ascending, best), best, best_requests, best_tau
 
 
 @compiled
@@ -245,3 +250,11 @@ def priced(
         seconds = table[first + i] + constant
         out[i] = max(seconds + context, 0.01 * seconds) + context_row * (first + i)
     return out
+
+
+@compiled
+def rescaled(values: np.ndarray, factor: float, constant: float) -> np.ndarray:
+    """`values` themselves, changed in place: times a factor, and a constant more."""
+    for i in range(len(values)):
+        values[i] = values[i] * factor + constant
+    return values

@@ -138,10 +138,9 @@ def best_to_draft(
     `seconds` [sum of room + 1] of the pass by budget.
     """
     ranking = Ranking(*loops.mark_first_slots(survival, room))
-    budget, requests, tokens = loops.best_to_draft(
-        ranking.ascending, len(ranking), float(outputs), seconds, cost.draft_terms
+    return loops.best_to_draft(
+        ranking.alive, ranking.ascending, ranking.candidates, float(outputs), seconds, cost.draft_terms
     )
-    return ranking.lengths(budget), budget, requests, tokens
 
 
 def fill_upwards(budget: int, query_tokens: int, candidates: int, sizes: tuple[int, ...]) -> int:

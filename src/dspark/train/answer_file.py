@@ -90,14 +90,14 @@ class AnswerFile:
 
     def _note_kept(self, record: dict[str, Any]) -> None:
         key = normal_text(record["messages"][:-1])
-        self._done[key, float(record.get("temperature", 0.0)), record.get("seed")] += 1
+        self._done[key, float(record.get("temperature") or 0.0), record.get("seed")] += 1
         self._answers.add((key, tuple(record.get("token_ids") or ())))
         self.kept[record.get("domain", "")] += 1
-        self.tokens += record.get("completion_tokens", 0)
+        self.tokens += record.get("completion_tokens") or 0
 
     def _note_dropped(self, record: dict[str, Any]) -> None:
         key = normal_text(record["messages"][:-1])
-        self._done[key, float(record.get("temperature", 0.0)), record.get("seed")] += 1
+        self._done[key, float(record.get("temperature") or 0.0), record.get("seed")] += 1
         self.dropped.setdefault(record["dropped"], Counter())[record.get("domain", "")] += 1
 
     def take(self, key: str, temperature: float, seed: int) -> bool:
