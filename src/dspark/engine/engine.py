@@ -17,7 +17,6 @@ import torch
 from dspark.acceptance import tolerates_live
 from dspark.core import (
     Draft,
-    DSparkError,
     FinishReason,
     Plan,
     Request,
