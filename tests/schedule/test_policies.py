@@ -29,6 +29,21 @@ def test_survival_is_the_running_product():
     assert survival(Draft.empty(2)) is None
 
 
+def test_calibration_is_for_the_model_s_confidences_not_for_those_of_copies():
+    confidence = torch.tensor([[0.9, 0.5], [0.8, 0.25]]).logit()
+    draft = Draft(torch.zeros(2, 2, dtype=torch.int64), np.array([2, 2]), confidence=confidence)
+
+    def calibrate(logits):
+        return np.full_like(logits, 0.1)
+
+    first_copied, both_copied = np.array([2, 0]), np.array([1, 2])
+    np.testing.assert_allclose(
+        survival(draft, calibrate, first_copied), [[0.9, 0.45], [0.1, 0.01]], atol=1e-6
+    )
+    np.testing.assert_allclose(survival(draft, calibrate, both_copied), survival(draft))
+    np.testing.assert_allclose(survival(draft, calibrate), [[0.1, 0.01]] * 2)
+
+
 def test_a_live_policy_is_refused_where_it_would_bias_the_output():
     live = FixedLength(2, dependence=Dependence.LIVE)
     target = TableTarget.random(5, seed=0)

@@ -227,7 +227,7 @@ class Engine:
         """Survivals [R, gamma], if the policy reads them, and what to verify. Without drafts nobody is asked."""
         if not draft.gamma:
             return None, Plan(draft.lengths)
-        alive = survival(draft, self.calibrate) if self.policy.uses_survival else None
+        alive = survival(draft, self.calibrate, state.free) if self.policy.uses_survival else None
         lengths = self.policy.verify_lengths(state, alive, draft.lengths)
         return alive, Plan(check_lengths("verify_lengths", lengths, draft.lengths))
 

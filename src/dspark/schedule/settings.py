@@ -26,7 +26,7 @@ from dspark.schedule.policies import (
     PrefixScheduler,
     Threshold,
 )
-from dspark.schedule.survival import Calibrate
+from dspark.schedule.survival import Calibrate, along
 
 __all__ = ["ScheduleSettings", "build_policy", "compile_schedulers", "split_config"]
 
@@ -133,6 +133,7 @@ def compile_schedulers(report: Callable[[str], None] = lambda message: None) -> 
     """
     cost, gamma, one = TableCost((1, 8), (1.0, 2.0)), 2, np.ones(1, dtype=np.int64)
     with told_once("schedule", "compiling the scheduler, once (a few seconds) ...", report):
+        along(np.zeros((1, gamma)))
         threshold = Threshold(gamma, 0.5)
         policies = [kind(gamma, LiveCost(cost)) for kind in _SCHEDULERS.values()]
         for looks, survival in product((True, False), (np.full((1, gamma), 0.9), None)):
