@@ -62,6 +62,12 @@ def test_train_resume_export_and_go_on(config, tmp_path, tiny_model):
         for (mine, anchors), (theirs, their_anchors) in zip(other.draw(0), begins, strict=True):
             assert mine == theirs
             assert torch.equal(anchors, their_anchors)
+    more, said = build(config, f"output={tmp_path / 'more'}", f"init_from={state}", "draft_vocab_size=40")
+    assert "draft vocabulary grown from 32 to 40 tokens" in said
+    assert set(trainer.model.vocab.tolist()) < set(more.model.vocab.tolist())
+    assert more.train_step()["loss"] > 0
+    with pytest.raises(DSparkError, match="drafts from 32 tokens: set draft_vocab_size to that or more"):
+        build(config, f"output={tmp_path / 'fewer'}", f"init_from={state}", "draft_vocab_size=16")
     other.save()
     assert build(config, f"output={tmp_path / 'other'}")[0].steps_before == 4, (
         "and a run that resumes knows it still"

@@ -17,6 +17,7 @@ from dspark.train.blocks import block_forward, make_batch
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences
 from dspark.train.features import FeatureSource
+from dspark.train.growth import grow_layers, grow_vocabulary
 from dspark.train.run_log import LengthWatch
 from dspark.train.setup import draft_vocabulary, drafter_config, token_counts
 from dspark.train.trainable import trainable
@@ -26,7 +27,6 @@ from dspark.train.warm_start import (
     copy_into_eagle3,
     copy_into_mtp,
     copy_last_layers,
-    grow_layers,
     init_head_from_bigrams,
 )
 
@@ -151,6 +151,27 @@ def test_new_layers_change_nothing_at_first(old, new, kept):
     torch.testing.assert_close(block_forward(large, batch)[0], block_forward(small, batch)[0])
     fresh = [layer for place, layer in enumerate(large.layers) if place not in kept]
     assert all(layer.qkv_proj.weight.any() for layer in fresh), "what is not zero yet can learn"
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_a_larger_vocabulary_keeps_the_scores_of_the_old_one(head):
+    target = tiny_decoder(dtype=torch.float32)
+    config = dataclasses.replace(tiny_drafter(target, "dspark", head).model.config, markov_rank=2)
+    torch.manual_seed(1)
+    small, large = (BlockDrafterModel(dataclasses.replace(config, draft_vocab_size=n)) for n in (3, 5))
+    small.vocab = torch.tensor([2, 7, 40])
+    vocab = torch.tensor([2, 5, 7, 40, 41])
+    state = {k: v for k, v in small.state_dict().items() if not k.startswith(("embed.", "lm_head."))}
+    large.load_state_dict(grow_vocabulary(state, vocab), strict=False)
+    assert large.vocab.tolist() == vocab.tolist()
+    for model in (small, large):
+        model.embed.weight.data = target.embed.weight.detach().float()
+        model.lm_head.weight.data = target.lm_head.weight.detach().float()[model.vocab]
+    features = FeatureSource(target, config.taps)(SEQUENCES[:1])
+    batch = make_batch(SEQUENCES[:1], features, [torch.tensor([8, 12])], 4)
+    (hidden, before, _), (_, after, _) = (block_forward(model, batch) for model in (small, large))
+    torch.testing.assert_close(after[..., [0, 2, 3]], before)
+    torch.testing.assert_close(after[..., [1, 4]], hidden @ target.lm_head.weight.detach().float()[[5, 41]].T)
 
 
 def test_fewer_layers_than_the_start_are_refused():

@@ -22,10 +22,11 @@ from dspark.target.zoo import resolve
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences, split
 from dspark.train.distributed import Processes, join_processes
+from dspark.train.growth import grow_layers, grow_vocabulary
 from dspark.train.methods import METHOD_DEFAULTS
 from dspark.train.states import own_weights, read_state
 from dspark.train.trainer import Trainer
-from dspark.train.warm_start import bigram_scores, grow_layers, init_head_from_bigrams, share_embeddings
+from dspark.train.warm_start import bigram_scores, init_head_from_bigrams, share_embeddings
 
 __all__ = ["build_trainer", "draft_vocabulary", "drafter_config", "token_counts"]
 
@@ -103,6 +104,7 @@ def build_trainer(
     train, held_out = split(sequences, config.held_out, config.seed)
     counts = token_counts(train, target.vocab_size)
     start = _starting_point(Path(config.init_from), target) if config.init_from else None
+    start = start and _with_vocabulary(start, config, counts, report)
     vocab, mask = _vocabulary(config, counts, target, tokenizer, start)
     model = build_model(drafter_config(config, target, mask, len(vocab)))
     model.vocab = vocab
@@ -140,12 +142,7 @@ def _vocabulary(
     if start is None:
         mask = tokenizer.encode(config.mask_token)[0] if config.mask_token else _spare_token(counts, target)
         return draft_vocabulary(counts, config.draft_vocab_size, target.eos_token_ids), mask
-    vocab = start["model"]["vocab"]
-    if config.draft_vocab_size not in (None, len(vocab)):
-        raise DSparkError(
-            f"{config.init_from} drafts from {len(vocab)} tokens: set draft_vocab_size to that, or leave it out"
-        )
-    return vocab, start["mask_token_id"]
+    return start["model"]["vocab"], start["mask_token_id"]
 
 
 def _spare_token(counts: torch.Tensor, target: Decoder) -> int:
@@ -165,6 +162,27 @@ def _starting_point(path: Path, target: Decoder) -> dict[str, Any]:
     return read_state(path)
 
 
+def _with_vocabulary(
+    start: dict[str, Any], config: TrainConfig, counts: torch.Tensor, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """`start` with a draft vocabulary of the size that `config` names: its own, and the most frequent others."""
+    own, size = start["model"]["vocab"], config.draft_vocab_size
+    if size is None or size == len(own):
+        return start
+    if size < len(own):
+        raise DSparkError(
+            f"{config.init_from} drafts from {len(own)} tokens: set draft_vocab_size to that or more, or leave it out"
+        )
+    vocab = draft_vocabulary(counts, size, tuple(own.tolist()))
+    report(f"draft vocabulary grown from {len(own)} to {len(vocab)} tokens")
+    return _without_moments(start, grow_vocabulary(start["model"], vocab))
+
+
+def _without_moments(start: dict[str, Any], model: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """`start` with other weights: the optimiser's moments were for those before."""
+    return {**{key: value for key, value in start.items() if key != "optimizer"}, "model": model}
+
+
 def _grown(
     start: dict[str, Any], model: BlockDrafterModel, target: Decoder, report: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -173,8 +191,7 @@ def _grown(
     if len(grown) == len(start["model"]):
         return start
     report(f"new layers between the old ones, up to {model.config.num_layers}")
-    # The optimiser's moments are for other parameters.
-    return {**{key: value for key, value in start.items() if key != "optimizer"}, "model": grown}
+    return _without_moments(start, grown)
 
 
 def _start_head(

@@ -26,8 +26,8 @@ __all__ = [
     "copy_into_eagle3",
     "copy_into_mtp",
     "copy_last_layers",
-    "grow_layers",
     "init_head_from_bigrams",
+    "layer_state",
     "share_embeddings",
 ]
 
@@ -57,7 +57,7 @@ def copy_last_layers(model: BlockDrafterModel, target: Decoder) -> None:
         )
     for i, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
-        state = _layer_state(model, target, i - config.num_layers)
+        state = layer_state(model, target, i - config.num_layers)
         state["qkv_proj.weight"] *= state["input_norm.weight"]
         state["input_norm.weight"] = torch.ones_like(state["input_norm.weight"])
         layer.load_state_dict(state)
@@ -69,40 +69,9 @@ def copy_last_layers(model: BlockDrafterModel, target: Decoder) -> None:
 
 
 @torch.no_grad()
-def grow_layers(state: dict[str, Tensor], model: BlockDrafterModel, target: Decoder) -> dict[str, Tensor]:
-    """Weights of a block drafter with fewer layers than `model`, with new layers between that change nothing yet.
-
-    A new layer lies before each of the old ones as far as they reach. It copies a target layer from before those
-    that `copy_last_layers` gave the old ones, but its two output projections are 0: training starts where it
-    stopped.
-
-    Raises:
-        DSparkError: `state` has more layers than `model`.
-    """
-    count = model.config.num_layers
-    old = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))
-    if old > count:
-        raise DSparkError(f"the start has {old} layers, more than num_layers = {count}: raise num_layers")
-    places = [round((i + 1) * count / old) - 1 for i in range(old)]  # the last stays the last
-    grown = {k: v for k, v in state.items() if not k.startswith("layers.")}
-    for i, place in enumerate(places):
-        prefix = f"layers.{i}."
-        own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        grown |= {f"layers.{place}.{k}": v for k, v in own.items()}
-    for number, place in enumerate(sorted(set(range(count)) - set(places))):
-        fresh = _layer_state(model, target, number - count)
-        fresh["qkv_proj.weight"] *= fresh["input_norm.weight"]
-        fresh["input_norm.weight"] = torch.ones_like(fresh["input_norm.weight"])
-        fresh["o_proj.weight"].zero_()
-        fresh["down_proj.weight"].zero_()
-        grown |= {f"layers.{place}.{k}": v for k, v in fresh.items()}
-    return grown
-
-
-@torch.no_grad()
 def copy_into_eagle3(model: Eagle3Model, target: Decoder) -> None:
     """Copy the target's last layer and final norm: it reads the token and the last tap alike, each in its half."""
-    state = _layer_state(model, target, -1)
+    state = layer_state(model, target, -1)
     state["qkv_proj.weight"] = state["qkv_proj.weight"].repeat(1, 2) / 2
     state["hidden_norm.weight"] = state["input_norm.weight"].clone()
     model.layer.load_state_dict(state)
@@ -123,7 +92,7 @@ def copy_into_mtp(model: MTPModel, target: Decoder, sequences: Seq[Sequence]) ->
     NOTE: their plain sum will not do. It has a norm of about 1 an entry where the layer was trained on tens, so what
     the layer adds would drown it; and the state at t says what the token at t + 1 is, which is known already.
     """
-    model.layer.load_state_dict(_layer_state(model, target, -1))
+    model.layer.load_state_dict(layer_state(model, target, -1))
     model.norm.weight.data = target.norm.weight.detach().float().clone()
     for norm in (model.hidden_norm, model.embed_norm):
         norm.weight.data.fill_(1.0)
@@ -154,7 +123,7 @@ def _fit_last_input(model: MTPModel, target: Decoder, sequences: Seq[Sequence]) 
     return torch.linalg.solve(gram, cross).T.float()
 
 
-def _layer_state(model: DrafterModel, target: Decoder, index: int) -> dict[str, Tensor]:
+def layer_state(model: DrafterModel, target: Decoder, index: int) -> dict[str, Tensor]:
     """Weights of the target's layer `index`, float32.
 
     Raises:
