@@ -166,8 +166,8 @@ def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Args:
         logits: [n, V], shaped already, unchanged by this call. NaN and +inf are a broken model and spread.
     """
-    if not rows.any_filter and distributions.fits(logits):
-        return distributions.softmax(logits, rows.host[:, 0].copy())
+    if distributions.fits(logits):
+        return distributions.probabilities(logits, rows.host)
     if not rows.all_greedy:
         p = torch.softmax(_filtered(logits, rows), dim=-1)
         if not rows.any_greedy:
