@@ -26,7 +26,13 @@ PARAMS = [
     {"temperature": 1.2, "top_p": 0.9, "min_p": 1e-3},
     {"temperature": 1.5, "top_k": 300, "top_p": 0.8, "min_p": 1e-4},
 ]
-SIZES = [16, 32, 272, 4112, 49152]  # one vector; less and more than a group of vectors; more than top-k bounds
+SIZES = [
+    16,
+    32,
+    272,
+    4112,
+    49152,
+]  # one vector; less and more than a group of vectors; more than top-k bounds
 
 
 def rows_of(*params: dict) -> SamplingRows:
@@ -43,7 +49,8 @@ def same(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     assert distributions.fits(logits)
     assert not distributions.fits(logits.double())
     p, expected = probabilities(logits, rows), probabilities(logits.double(), rows)
-    assert torch.equal(p > 0, expected > 1e-38)
+    clear = (expected == 0) | (expected > 1e-36)  # a float32 is 0 soon below
+    assert torch.equal((p > 0)[clear], (expected > 0)[clear])
     torch.testing.assert_close(p.double(), expected, rtol=2e-5, atol=1e-37)
     torch.testing.assert_close(p.sum(-1, dtype=torch.float64), torch.ones(len(p)).double(), rtol=0, atol=1e-6)
     return p
@@ -91,7 +98,7 @@ def test_random_parameters(seed):
 def test_ties_with_the_last_token_kept_are_kept():
     logits = torch.full((3, 512), -1.0)
     logits[:, 500], logits[:, [3, 90, 401]] = 2.0, 1.0
-    kept = same(logits, rows_of({"top_k": 2}, {"top_p": 0.1}, {"min_p": 0.3})) > 0
+    kept = same(logits, rows_of({"top_k": 2}, {"top_p": 0.05}, {"min_p": 0.3})) > 0
     tied = [3, 90, 401, 500]
     assert [row.nonzero()[:, 0].tolist() for row in kept] == [tied, tied, tied]
 

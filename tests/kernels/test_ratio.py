@@ -39,7 +39,9 @@ class Case:
         if not filtered:
             return SamplingParams(temperature=temperature)
         top_k, top_p, min_p = (self.numbers.choice(x) for x in ([0, 5, 60], [0.7, 0.95, 1], [0, 0.01]))
-        return SamplingParams(temperature=temperature, top_k=int(top_k), top_p=float(top_p), min_p=float(min_p))
+        return SamplingParams(
+            temperature=temperature, top_k=int(top_k), top_p=float(top_p), min_p=float(min_p)
+        )
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.noise)

@@ -12,7 +12,9 @@ from dspark.kernels.rows import exp_row, largest_sum, multiply_row
 
 __all__ = ["PARAMETERS", "distribution_row", "draw_row"]
 
-PARAMETERS = 4  # of a row, float64: temperature (0 = greedy), top_k (0 = off), top_p (1 = off), min_p (0 = off)
+PARAMETERS = (
+    4  # of a row, float64: temperature (0 = greedy), top_k (0 = off), top_p (1 = off), min_p (0 = off)
+)
 
 CHUNK = 512  # probabilities that a draw sums up before it looks where it is
 _LOG2_E = math.log2(math.e)

@@ -70,7 +70,7 @@ def _top_k_bound(x, top, unit, size, top_k, limit, places, gaps):
 
 @njit
 def _reach(gaps, amounts, count, goal):
-    """The largest of `count` gaps such that the amounts at all smaller ones sum to less than `goal`, and the sum up to it.
+    """The largest of `count` gaps such that the amounts at all smaller ones sum to less than `goal`; the sum up to it.
 
     Of floats >= 0 the bits have the order of the numbers: the sums of ever lower digits lead to it.
     """

@@ -1,8 +1,8 @@
 """The ratio rule of a round in one call, from logits to tokens, on a CPU.
 
 `dspark.acceptance.ratio_rule` is the reference: it takes dozens of tensor operations over [n, V] probabilities, most of
-them with cold caches. Here a row's distribution is made when its draft comes up for judgement, in one scratch row, so that
-rows behind the first rejection are not touched. Same operations in the same precision: the same bits.
+them with cold caches. Here a row's distribution is made when its draft comes up for judgement, in one scratch row, so
+that rows behind the first rejection are not touched. Same operations in the same precision: the same bits.
 """
 
 from __future__ import annotations

@@ -158,21 +158,24 @@ def keep_near(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, top, unit, limit, places, gaps, count = args
-        top, unit, limit = (splat(builder, value) for value in (top, unit, limit))
+        far = builder.fmul(builder.fmul(limit, unit), FLOAT(1.000001))  # a vector beyond it needs no division
+        top, unit, limit, far = (splat(builder, value) for value in (top, unit, limit, far))
         lanes, mask_kind = ir.Constant(WORDS, list(range(LANES))), ir.IntType(LANES)
         kept = cgutils.alloca_once_value(builder, I64(0))
         builder.store(I64(0), kept)
         with each_vector(builder, count) as at:
             below = builder.fadd(builder.fsub(top, load_lanes(builder, x, at)), ZERO)  # -0 becomes 0
-            gap = builder.fdiv(below, unit)
-            near = builder.fcmp_ordered("<=", gap, limit)
-            here, number = builder.add(splat(builder, builder.trunc(at, I32)), lanes), builder.load(kept)
-            for kind, values, out in (("f32", gap, gaps), ("i32", here, places)):
-                pointer = builder.inttoptr(nth(builder, out, number), values.type.element.as_pointer())
-                name = f"llvm.masked.compressstore.v{LANES}{kind}"
-                call(builder, name, ir.VoidType(), [values, pointer, near])
-            found = call(builder, f"llvm.ctpop.i{LANES}", mask_kind, [builder.bitcast(near, mask_kind)])
-            builder.store(builder.add(number, builder.zext(found, I64)), kept)
+            close = builder.bitcast(builder.fcmp_ordered("<=", below, far), mask_kind)
+            with builder.if_then(builder.icmp_signed("!=", close, mask_kind(0))):
+                gap, number = builder.fdiv(below, unit), builder.load(kept)
+                near = builder.fcmp_ordered("<=", gap, limit)
+                here = builder.add(splat(builder, builder.trunc(at, I32)), lanes)
+                for kind, values, out in (("f32", gap, gaps), ("i32", here, places)):
+                    pointer = builder.inttoptr(nth(builder, out, number), values.type.element.as_pointer())
+                    name = f"llvm.masked.compressstore.v{LANES}{kind}"
+                    call(builder, name, ir.VoidType(), [values, pointer, near])
+                found = call(builder, f"llvm.ctpop.i{LANES}", mask_kind, [builder.bitcast(near, mask_kind)])
+                builder.store(builder.add(number, builder.zext(found, I64)), kept)
         return builder.load(kept)
 
     kinds = [types.int64, types.float32, types.float32, types.float32, *[types.int64] * 3]

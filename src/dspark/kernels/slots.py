@@ -1,6 +1,6 @@
 """The sequential part of a block as steps of a program: slot by slot the Markov head and the choice of tokens.
 
-A token is the argmax of its slot's scores, or drawn from their distribution, at uniforms that the caller has (eqs. 4-5).
+A token is the argmax of its slot's scores, or drawn from their distribution, at the caller's uniforms (eqs. 4-5).
 """
 
 from __future__ import annotations
