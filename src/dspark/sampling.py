@@ -138,8 +138,13 @@ class SamplingRows:
         return bool((self.host[:, 3] > 0).any())
 
     @cached_property
+    def filtered(self) -> np.ndarray:
+        """[n] bool, on the host: rows with a top-k, top-p or min-p."""
+        return (self.host[:, 1:] != _NO_FILTER).any(-1)
+
+    @cached_property
     def any_filter(self) -> bool:
-        return bool((self.host[:, 1:] != _NO_FILTER).any())
+        return bool(self.filtered.any())
 
     @cached_property
     def top_p_within_top_k(self) -> bool:
@@ -166,8 +171,8 @@ def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Args:
         logits: [n, V], shaped already, unchanged by this call. NaN and +inf are a broken model and spread.
     """
-    if not rows.any_filter and distributions.fits(logits):
-        return distributions.softmax(logits, rows.host[:, 0].copy())
+    if distributions.fits(logits):
+        return distributions.probabilities(logits, rows.host)
     if not rows.all_greedy:
         p = torch.softmax(_filtered(logits, rows), dim=-1)
         if not rows.any_greedy:
@@ -245,6 +250,9 @@ def _filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     scaled = _finite_row(_wide(logits))
     temperature = torch.where(rows.temperature == 0, 1, rows.temperature)
     scaled.div_(temperature[:, None])
+    if rows.any_filter and distributions.fits(logits):  # the very tokens that `probabilities` keeps
+        removed = distributions.probabilities(logits, rows.host) == 0
+        return scaled.masked_fill_(removed & torch.from_numpy(rows.filtered)[:, None], _NEVER)
     if rows.any_min_p:
         scaled.masked_fill_(scaled < rows.min_p.log().to(scaled.dtype)[:, None], _NEVER)
     if rows.max_top_k:

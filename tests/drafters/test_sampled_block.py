@@ -47,24 +47,23 @@ def test_sampled_blocks_come_from_the_same_probabilities(
 
 
 @pytest.mark.parametrize(
-    "odd",
+    ("odd", "shaped"),
     [
-        SamplingParams(temperature=1.0, top_k=5),
-        SamplingParams(temperature=1.0, top_p=0.8),
-        SamplingParams(temperature=1.0, min_p=0.1),
-        SamplingParams(temperature=1.0, presence_penalty=1.5),
-        SamplingParams(temperature=0.0, logit_bias={3: 4.0}),
-        None,
+        (SamplingParams(temperature=1.0, top_k=5), False),
+        (SamplingParams(temperature=1.0, top_p=0.8), False),
+        (SamplingParams(temperature=1.0, min_p=0.1), False),
+        (SamplingParams(temperature=1.0, presence_penalty=1.5), True),
+        (SamplingParams(temperature=0.0, logit_bias={3: 4.0}), True),
     ],
-    ids=["top_k", "top_p", "min_p", "penalty", "greedy_bias", "nothing"],
+    ids=["top_k", "top_p", "min_p", "penalty", "greedy_bias"],
 )
-def test_filters_and_shapers_go_slot_by_slot(
-    odd: SamplingParams | None, monkeypatch: pytest.MonkeyPatch
+def test_shapers_go_slot_by_slot_and_filters_do_not(
+    odd: SamplingParams, shaped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One such request takes its whole batch along."""
+    """One shaped request takes its whole batch along."""
     with_floats(monkeypatch)
     drafter, filled = quantised("dspark", "vanilla", 48), []
-    params = SAMPLED if odd is None else (SAMPLED[0], odd, SAMPLED[2])
+    params = (SAMPLED[0], odd, SAMPLED[2])
     slots_of, fill = [d.lengths for d in served(drafter, params)], BlockDrafter._fill
 
     def counted(self: BlockDrafter, sampler: SlotSampler, *rest: Any) -> Draft:
@@ -73,7 +72,7 @@ def test_filters_and_shapers_go_slot_by_slot(
 
     monkeypatch.setattr(BlockDrafter, "_fill", counted)
     together = served(drafter, params)
-    assert len(filled) == (0 if odd is None else sum(lengths[1] > 0 for lengths in slots_of))
+    assert len(filled) == (sum(lengths[1] > 0 for lengths in slots_of) if shaped else 0)
     for mine, other in zip(together, served(drafter, params, compiled=False), strict=True):
         torch.testing.assert_close(mine.probs, other.probs, atol=1e-5, rtol=1e-5)
         assert torch.equal(mine.tokens, other.tokens)

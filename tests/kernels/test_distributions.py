@@ -17,13 +17,18 @@ def logits_of(n, size, seed=0):
     return torch.randn(n, size, generator=torch.Generator().manual_seed(seed)) * 5
 
 
+def unfiltered(temperature):
+    """[n, 4] parameters of rows at these temperatures."""
+    return np.array([(t, 0.0, 1.0, 0.0) for t in temperature])
+
+
 @pytest.mark.parametrize("size", [16, 512, 520 * 16, 49152])
 @pytest.mark.parametrize("temperature", [1e-30, 0.3, 1.0, 40.0, 1e30])
 def test_softmax_is_softmax(size, temperature):
     logits = logits_of(3, size)
     logits[1, 1 : size // 2] = -INF
     logits[2] += 1e4
-    p = distributions.softmax(logits, np.full(3, temperature))
+    p = distributions.probabilities(logits, unfiltered([temperature] * 3))
     top = logits.double() - logits.double().amax(-1, keepdim=True)
     expected = torch.softmax(top / temperature, -1)
     torch.testing.assert_close(p.double(), expected, rtol=2e-5, atol=1e-30)
@@ -35,9 +40,9 @@ def test_softmax_is_softmax(size, temperature):
 
 def test_a_row_does_not_depend_on_the_others():
     logits = logits_of(5, 1024)
-    together = distributions.softmax(logits, np.linspace(0.5, 1.5, 5))
+    together = distributions.probabilities(logits, unfiltered(np.linspace(0.5, 1.5, 5)))
     for r in range(5):
-        alone = distributions.softmax(logits[r : r + 1].clone(), np.linspace(0.5, 1.5, 5)[r : r + 1])
+        alone = distributions.probabilities(logits[r : r + 1].clone(), unfiltered([0.5 + 0.25 * r]))
         assert torch.equal(alone[0], together[r])
 
 
@@ -45,11 +50,11 @@ def test_a_greedy_row_is_one_hot_and_harms_no_other():
     logits = logits_of(4, 1024)
     logits[1, [700, 30]] = 99.0
     logits[2] = -INF
-    p = distributions.softmax(logits, np.array([0.7, 0.0, 0.0, 1.3]))
+    p = distributions.probabilities(logits, unfiltered([0.7, 0.0, 0.0, 1.3]))
     for r, at in ((1, 30), (2, 0)):
         assert p[r].nonzero().tolist() == [[at]]
         assert p[r, at] == 1
-    assert torch.equal(p[[0, 3]], distributions.softmax(logits[[0, 3]], np.array([0.7, 1.3])))
+    assert torch.equal(p[[0, 3]], distributions.probabilities(logits[[0, 3]], unfiltered([0.7, 1.3])))
     u = torch.tensor([0.0, 0.0, 0.5, 1.0], dtype=torch.float64)
     assert distributions.draw(p, u).tolist()[1:3] == [30, 0]
 
@@ -57,7 +62,7 @@ def test_a_greedy_row_is_one_hot_and_harms_no_other():
 def test_broken_rows_stay_broken_and_harm_no_other():
     logits = logits_of(5, 64)
     logits[0, 9], logits[1, 9], logits[2], logits[3] = float("nan"), INF, -INF, float("nan")
-    p = distributions.softmax(logits, np.ones(5))
+    p = distributions.probabilities(logits, unfiltered([1.0] * 5))
     assert p[0].isnan().all()
     assert p[1].isnan().any()
     assert p[2].tolist() == [1.0] + [0.0] * 63
@@ -88,14 +93,14 @@ def test_what_has_no_probability_is_never_drawn(u):
 
 
 def test_who_uses_them_and_who_does_not():
-    """Filters, other sizes and dtypes go through PyTorch, with the same result."""
+    """Other sizes and dtypes go through PyTorch, with the same result."""
 
     def rows(**params):
         return SamplingRows.of([Request(0, "0", [1], SamplingParams(**params), 3, 9)])
 
     logits = logits_of(1, 1040)
     fast = probabilities(logits, rows(temperature=0.7))
-    assert torch.equal(fast, distributions.softmax(logits, np.array([0.7])))
+    assert torch.equal(fast, distributions.probabilities(logits, unfiltered([0.7])))
     odd = torch.cat((logits, torch.full((1, 1), -INF)), 1)
     torch.testing.assert_close(probabilities(odd, rows(temperature=0.7))[:, :-1], fast, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(

@@ -17,9 +17,9 @@ SIZE, DRAFT_SIZE, GAMMA = 1040, 96, 3
 
 
 class Case:
-    """Rounds of 1 to 5 requests out of 6 that drafted, at temperatures from 0 to 1.5."""
+    """Rounds of 1 to 5 requests out of 6 that drafted, at temperatures from 0 to 1.5; `filtered`: with filters."""
 
-    def __init__(self, seed: int, proposals: str) -> None:
+    def __init__(self, seed: int, proposals: str, filtered: bool = False) -> None:
         self.numbers, self.noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         self.index = np.sort(self.numbers.permutation(6)[: self.numbers.integers(1, 6)])
         count = len(self.index)
@@ -29,11 +29,19 @@ class Case:
         self.logits = 3 * self.random(int(self.lengths.sum()) + count, SIZE)
         self.rows = SamplingRows.of(
             [
-                Request(uid, "", [1], SamplingParams(temperature=t), seed, 99, round=seed % 5)
+                Request(uid, "", [1], self.params(t, filtered), seed, 99, round=seed % 5)
                 for uid, t in enumerate(temperatures.tolist())
             ]
         )
         self.draft = self.proposed(proposals)
+
+    def params(self, temperature: float, filtered: bool) -> SamplingParams:
+        if not filtered:
+            return SamplingParams(temperature=temperature)
+        top_k, top_p, min_p = (self.numbers.choice(x) for x in ([0, 5, 60], [0.7, 0.95, 1], [0, 0.01]))
+        return SamplingParams(
+            temperature=temperature, top_k=int(top_k), top_p=float(top_p), min_p=float(min_p)
+        )
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.noise)
@@ -70,7 +78,7 @@ class Case:
     def decided(self) -> tuple[list[int], list[int]]:
         accepted, following = ratio.decide(
             self.logits,
-            self.rows.host[:, 0].copy(),
+            self.rows.host,
             self.rows.address,
             self.row_start,
             self.lengths,
@@ -96,11 +104,12 @@ class Case:
         return verdict.num_accepted.tolist(), verdict.next_token.tolist()
 
 
+@pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("proposals", ["none", "one-hot", "whole", "pruned", "mixed"])
-def test_decisions_are_those_of_the_reference(proposals):
+def test_decisions_are_those_of_the_reference(proposals, filtered):
     accepted, slots = 0, 0
     for seed in range(100):
-        case = Case(seed, proposals)
+        case = Case(seed, proposals, filtered)
         before = case.logits.clone()
         decided = case.decided()
         assert decided == case.expected(), seed
@@ -114,7 +123,7 @@ def test_decisions_are_those_of_the_reference(proposals):
 def test_forbidden_tokens_and_broken_rows(proposals, value):
     """-inf in most of a row or all of it; NaN and +inf in one place, which spread."""
     for seed in range(20):
-        case = Case(seed, proposals)
+        case = Case(seed, proposals, filtered=seed % 2 == 1)
         for row in case.logits[case.numbers.random(len(case.logits)) < 0.5]:
             if value == -INF:
                 row[torch.from_numpy(case.numbers.random(SIZE) < case.numbers.choice([0.9, 1.0]))] = value
@@ -153,6 +162,7 @@ def test_the_draws_are_those_at_the_request_s_address():
     """u = `uniform` of its round: what it accepts flips where p_t passes it."""
     logits, none = torch.full((2, 16), -INF), np.zeros(1, dtype=np.int64)
     draft = Draft(torch.zeros(1, 1, dtype=torch.int64), np.ones(1, dtype=np.int64))
+    plain = np.array([[1.0, 0.0, 1.0, 0.0]])
     for round in range(20):
         address = np.array([[7, 3, round]])
         seed, uid, at = torch.from_numpy(address).unbind(1)
@@ -160,7 +170,7 @@ def test_the_draws_are_those_at_the_request_s_address():
         for likelier in (0.99, 1.01):
             odds = u * likelier / (1 - u * likelier)
             logits[0, 0], logits[0, 1], logits[1, 2] = np.log(odds), 0.0, 0.0
-            accepted, following = ratio.decide(logits, np.ones(1), address, none, none + 1, draft, none)
+            accepted, following = ratio.decide(logits, plain, address, none, none + 1, draft, none)
             assert (accepted[0], following[0]) == ((1, 2) if likelier > 1 else (0, 1))
 
 

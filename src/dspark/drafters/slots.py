@@ -48,15 +48,15 @@ class SlotSampler:
 
     @property
     def plain(self) -> bool:
-        """Whether all choices are made from scores as they are: neither shaped nor filtered."""
-        return not self.rows.any_filter and all(s is None for s in self.shapers)
+        """Whether all choices are made from scores as they are: none is shaped."""
+        return all(s is None for s in self.shapers)
 
     @property
     def draws(self) -> Draws | None:
         """How the tokens are drawn; None: all by argmax."""
         if self.uniforms is None:
             return None
-        return Draws(self.rows.host[:, 0].copy(), self.uniforms.contiguous())
+        return Draws(self.rows.host, self.uniforms.contiguous())
 
     def chosen(self, tokens: Tensor, confidence: Tensor | None, probs: Tensor | None) -> Draft:
         """The block of the whole batch from tokens [A, width] chosen elsewhere, where `plain`, as `draws` says."""

@@ -89,10 +89,9 @@ def _by_ratio(
     """As `_by_shared_noise`."""
     logits = seen.output.logits
     rows = SamplingRows.of(requests, logits.device)
-    if ratio.fits(logits, draft) and not rows.any_filter:
-        temperature = rows.host[:, 0].copy()
+    if ratio.fits(logits, draft):
         return ratio.decide(
-            logits, temperature, rows.address, seen.logit_start, seen.lengths, draft, seen.sampling
+            logits, rows.host, rows.address, seen.logit_start, seen.lengths, draft, seen.sampling
         )
     index, lengths, row_start = (
         torch.from_numpy(x).to(logits.device) for x in (seen.sampling, seen.lengths, seen.logit_start)

@@ -25,5 +25,6 @@ def rehearse() -> None:
     greedy_rule(torch.zeros(1, 1, dtype=torch.int64), one, torch.zeros(2, dtype=torch.int64), none)
     address = torch.zeros(1, 1, dtype=torch.int64)
     u = uniform(address, address, address, address[0], Purpose.DRAFT)
-    distributions.draw(distributions.softmax(torch.zeros(1, 16), np.ones(1)), u[:, 0])
+    parameters = np.array([[1.0, 0.0, 1.0, 0.0]])
+    distributions.draw(distributions.probabilities(torch.zeros(1, 16), parameters), u[:, 0])
     ratio.compile_rule()

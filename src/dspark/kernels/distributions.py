@@ -1,7 +1,7 @@
-"""Softmax and draws over a whole vocabulary on a CPU, each row in one go.
+"""Distributions and draws over a whole vocabulary on a CPU, each row in one go.
 
-`dspark.sampling` in PyTorch passes over a row of 50,000 logits ten times and makes as many temporaries; this is the
-same for rows without filters, float32. A row's result does not depend on the others.
+`dspark.sampling` in PyTorch passes over a row of 50,000 logits ten times and makes as many temporaries (and
+with a top-p sorts hundreds of them); this is the same for float32. A row's result does not depend on the others.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from dspark.compilation import compiled
-from dspark.kernels.distributions_numba import draw_row, softmax_row
+from dspark.kernels.distributions_numba import PARAMETERS, distribution_row, draw_row
 from dspark.kernels.simd import LANES
 
-__all__ = ["draw", "fits", "softmax"]
+__all__ = ["draw", "fits", "probabilities"]
 
 
 def fits(values: torch.Tensor) -> bool:
@@ -28,15 +28,16 @@ def fits(values: torch.Tensor) -> bool:
     )
 
 
-def softmax(logits: torch.Tensor, temperature: np.ndarray) -> torch.Tensor:
-    """softmax(logits / temperature), [n, V]; a row of -inf alone becomes one-hot at 0, a greedy one at its argmax.
+def probabilities(logits: torch.Tensor, parameters: np.ndarray) -> torch.Tensor:
+    """Softmax after temperature and filters, [n, V], see `dspark.sampling.probabilities`.
 
     Args:
         logits: [n, V], as `fits` says. NaN and +inf spread over their row, if it is not greedy.
-        temperature: [n] float64, 0 = greedy.
+        parameters: [n, 4] float64: temperature, top_k, top_p, min_p; see `PARAMETERS`.
     """
+    assert parameters.shape == (len(logits), PARAMETERS)
     out = torch.empty_like(logits)
-    _softmax(logits.data_ptr(), out.data_ptr(), logits.shape[1], temperature)
+    _probabilities(logits.data_ptr(), out.data_ptr(), logits.shape[1], parameters)
     return out
 
 
@@ -51,9 +52,10 @@ def draw(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 @compiled
-def _softmax(logits: int, out: int, size: int, temperature: np.ndarray) -> None:
-    for r in range(len(temperature)):
-        softmax_row(logits + 4 * size * r, out + 4 * size * r, size, temperature[r])
+def _probabilities(logits: int, out: int, size: int, parameters: np.ndarray) -> None:
+    for r in range(len(parameters)):
+        at = parameters[r].ctypes.data
+        distribution_row(logits + 4 * size * r, out + 4 * size * r, size, at)
 
 
 @compiled

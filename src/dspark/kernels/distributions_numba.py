@@ -1,27 +1,34 @@
 # mypy: ignore-errors
-"""Softmax of one row and a draw from it, for the loops of `distributions` and the steps of `program_numba`."""
+"""The distribution of one row and a draw from it, for the loops of `distributions` and the steps of `program_numba`."""
 
 import math
 
 import numpy as np
 from numba import njit
 
-from dspark.kernels.memory import floats
+from dspark.kernels.filters_numba import filtered_row
+from dspark.kernels.memory import doubles, floats
 from dspark.kernels.rows import exp_row, largest_sum, multiply_row
 
-__all__ = ["draw_row", "softmax_row"]
+__all__ = ["PARAMETERS", "distribution_row", "draw_row"]
+
+PARAMETERS = (
+    4  # of a row, float64: temperature (0 = greedy), top_k (0 = off), top_p (1 = off), min_p (0 = off)
+)
 
 CHUNK = 512  # probabilities that a draw sums up before it looks where it is
 _LOG2_E = math.log2(math.e)
 
 
 @njit
-def softmax_row(x, p, size, temperature):
-    """p = softmax(x / temperature), `size` floats each, p may be x.
+def distribution_row(x, p, size, parameters):
+    """p = softmax(x / temperature) of what the filters keep, `size` floats each, p may be x.
 
-    One-hot at the largest, the first of equals, where the temperature is 0; at 0 where all of x is -inf. At a
-    temperature NaN and +inf spread over the row.
+    `parameters` is the address of the row's PARAMETERS. One-hot at the largest, the first of equals, where the
+    temperature is 0; at 0 where all of x is -inf. At a temperature NaN and +inf spread over the row.
     """
+    row = doubles(parameters, PARAMETERS)
+    temperature, top_k, top_p, min_p = row[0], row[1], row[2], row[3]
     best = largest_sum(x, 0, size)
     top = floats(x, size)[best]
     if temperature == 0.0:
@@ -35,6 +42,8 @@ def softmax_row(x, p, size, temperature):
             floats(p, size)[:] = np.nan
         else:
             _one_hot(p, 0, size)
+    elif top_k > 0 or top_p < 1 or min_p > 0:
+        filtered_row(x, top, p, size, temperature, top_k, top_p, min_p)
     else:
         total = exp_row(x, top, np.float32(min(_LOG2_E / temperature, 3e38)), p, size)
         multiply_row(p, np.float32(1.0 / total), p, size)

@@ -15,7 +15,7 @@ from numba import carray, from_dtype, njit
 from dspark.kernels.attention_numba import CALL_TYPE as ATTENTION_TYPE
 from dspark.kernels.attention_numba import attend_unit, attention_scratch
 from dspark.kernels.attention_simd import prefetch
-from dspark.kernels.distributions_numba import draw_row, softmax_row
+from dspark.kernels.distributions_numba import PARAMETERS, distribution_row, draw_row
 from dspark.kernels.floats_numba import unpack_row
 from dspark.kernels.integers_numba import CODES_BYTES, quantize_row
 from dspark.kernels.lowbit_numba import CALL_TYPE as PRODUCT_TYPE
@@ -57,7 +57,7 @@ NORM, PRODUCT, ROTARY, ATTEND, SWIGLU, GATHER, CHOOSE, EMBED = range(8)
 _STEP = "kind units runs counters ahead call x y out weight tap x_step out_step tap_step codes size"
 _ROTARY = "positions slots q_norm k_norm k_pool v_pool heads kv_heads head_dim block_size kv_bytes"
 _CHOICE = "bits index vocab confidence hidden hidden_size embedding embedding_size previous"
-_DRAW = "probs probs_step temperature uniform uniform_step"
+_DRAW = "probs probs_step parameters uniform uniform_step"
 _FIELDS = f"{_STEP} {_ROTARY} {_CHOICE} {_DRAW}".split()
 STEP = np.dtype([*((name, np.int64) for name in _FIELDS), ("eps", np.float64), ("bias", np.float64)])
 # What all steps of a pass share. `attention`: a CALL that states the shape; `workers`: address of how many have begun.
@@ -163,12 +163,12 @@ def _gather(step, unit):
 
 @njit
 def _sample(step, unit, x, y):
-    """Row `unit` of `probs` = softmax((x + y) / temperature); returns a draw from it."""
+    """Row `unit` of `probs` = the distribution of x + y under its parameters; returns a draw from it."""
     p = step.probs + 4 * step.probs_step * unit
     if y:
         add_rows(x, y, p, step.size)
         x = p
-    softmax_row(x, p, step.size, doubles(step.temperature, unit + 1)[unit])
+    distribution_row(x, p, step.size, step.parameters + 8 * PARAMETERS * unit)
     return draw_row(p, step.size, doubles(step.uniform + 8 * step.uniform_step * unit, 1)[0])
 
 

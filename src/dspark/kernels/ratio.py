@@ -1,8 +1,8 @@
 """The ratio rule of a round in one call, from logits to tokens, on a CPU.
 
 `dspark.acceptance.ratio_rule` is the reference: it takes dozens of tensor operations over [n, V] probabilities, most of
-them with cold caches. Here a row's softmax is taken when its draft comes up for judgement, in one scratch row, so that
-rows behind the first rejection are not touched. Same operations in the same precision: the same bits.
+them with cold caches. Here a row's distribution is made when its draft comes up for judgement, in one scratch row, so
+that rows behind the first rejection are not touched. Same operations in the same precision: the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numba import njit
 from dspark.compilation import compiled
 from dspark.core import Draft
 from dspark.kernels import distributions
-from dspark.kernels.distributions_numba import draw_row, softmax_row
+from dspark.kernels.distributions_numba import PARAMETERS, distribution_row, draw_row
 from dspark.kernels.memory import floats, integers
 from dspark.randomness import Purpose, uniform_at
 
@@ -34,18 +34,18 @@ def fits(logits: torch.Tensor, draft: Draft) -> bool:
 
 def decide(
     logits: torch.Tensor,
-    temperature: np.ndarray,
+    parameters: np.ndarray,
     address: np.ndarray,
     row_start: np.ndarray,
     lengths: np.ndarray,
     draft: Draft,
     index: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Accepted drafts and next tokens, each [S] int64, of S requests without filters.
+    """Accepted drafts and next tokens, each [S] int64, of S requests.
 
     Args:
         logits: [n, V], unchanged. A row with NaN or +inf rejects its draft, and if sampled says token 0.
-        temperature: [S] float64, 0 = greedy.
+        parameters: [S, 4] float64: temperature, top_k, top_p, min_p; see `PARAMETERS`.
         address: [S, 3] int64 seed, uid and round of each request: where its uniforms are drawn.
         row_start: [S] int64, the logit row of each request's slot 0.
         lengths: [S] int64, scheduled drafts, 0..gamma.
@@ -55,6 +55,7 @@ def decide(
     Raises:
         IndexError: a scheduled draft is no token of the target.
     """
+    assert parameters.shape == (len(index), PARAMETERS)
     size, probs, vocab = logits.shape[1], draft.probs, draft.vocab
     draft_size = 0
     if probs is None:
@@ -67,7 +68,7 @@ def decide(
     return _decide(
         logits.data_ptr(),
         size,
-        temperature,
+        parameters,
         address,
         row_start,
         lengths,
@@ -84,7 +85,7 @@ def decide(
 def _decide(
     logits: int,
     size: int,
-    temperature: np.ndarray,
+    parameters: np.ndarray,
     address: np.ndarray,
     row_start: np.ndarray,
     lengths: np.ndarray,
@@ -101,7 +102,7 @@ def _decide(
     for s in range(len(index)):
         seed, uid, round = address[s, 0], address[s, 1], address[s, 2]
         r, n, row = index[s], 0, logits + 4 * size * row_start[s]
-        softmax_row(row, at, size, temperature[s])
+        distribution_row(row, at, size, parameters[s].ctypes.data)
         while n < lengths[s]:
             x = tokens[r, n]
             if not 0 <= x < size:
@@ -111,10 +112,10 @@ def _decide(
             if not u * _draft_probability(x, q, vocab, draft_size) < p[x]:  # type: ignore[call-arg]
                 _subtract(p, x, q, vocab, draft_size)
                 if _empty(p):
-                    softmax_row(row, at, size, temperature[s])
+                    distribution_row(row, at, size, parameters[s].ctypes.data)
                 break
             n, row = n + 1, row + 4 * size
-            softmax_row(row, at, size, temperature[s])
+            distribution_row(row, at, size, parameters[s].ctypes.data)
         u = uniform_at(seed, uid, round, 0, _RESAMPLE)
         accepted[s], following[s] = n, draw_row(at, size, u)
     return accepted, following
@@ -166,4 +167,5 @@ def compile_rule() -> None:
     """Compile now rather than at the first call."""
     one, none = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     draft = Draft(torch.zeros(1, 1, dtype=torch.int64), one)
-    decide(torch.zeros(2, 16), np.ones(1), np.zeros((1, 3), dtype=np.int64), none, one, draft, none)
+    parameters = np.array([[1.0, 0.0, 1.0, 0.0]])
+    decide(torch.zeros(2, 16), parameters, np.zeros((1, 3), dtype=np.int64), none, one, draft, none)

@@ -25,6 +25,8 @@ from dspark.kernels.simd import (
     exp2,
     fma,
     load_lanes,
+    maximum,
+    nth,
     splat,
     store_lanes,
 )
@@ -33,6 +35,8 @@ __all__ = [
     "add_rows",
     "dot_rows",
     "exp_row",
+    "keep_near",
+    "largest_lanes",
     "largest_sum",
     "multiply_row",
     "rotate_row",
@@ -126,6 +130,56 @@ def largest_sum(typingctx: Any, x: Any, y: Any, count: Any) -> Any:
         return builder.sext(place, I64)
 
     return types.int64(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def largest_lanes(typingctx: Any, x: Any, out: Any, count: Any) -> Any:
+    """out[lane] = the largest of x[lane], x[lane + LANES], ..., for each of the LANES lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, out, count = args
+        lowest = constant(float("-inf"))
+        best = cgutils.alloca_once_value(builder, lowest)
+        builder.store(lowest, best)
+        with each_vector(builder, count) as at:
+            builder.store(maximum(builder, load_lanes(builder, x, at), builder.load(best)), best)
+        store_lanes(builder, builder.load(best), out, I64(0))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def keep_near(
+    typingctx: Any, x: Any, top: Any, unit: Any, limit: Any, places: Any, gaps: Any, count: Any
+) -> Any:
+    """Where x lies at most `limit` below `top`, in multiples of `unit`: places (int32) and gaps (top - x) / unit, one
+    behind the other, `gaps` may be x; returns how many."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, top, unit, limit, places, gaps, count = args
+        far = builder.fmul(builder.fmul(limit, unit), FLOAT(1.000001))  # a vector beyond it needs no division
+        top, unit, limit, far = (splat(builder, value) for value in (top, unit, limit, far))
+        lanes, mask_kind = ir.Constant(WORDS, list(range(LANES))), ir.IntType(LANES)
+        kept = cgutils.alloca_once_value(builder, I64(0))
+        builder.store(I64(0), kept)
+        with each_vector(builder, count) as at:
+            below = builder.fadd(builder.fsub(top, load_lanes(builder, x, at)), ZERO)  # -0 becomes 0
+            close = builder.bitcast(builder.fcmp_ordered("<=", below, far), mask_kind)
+            with builder.if_then(builder.icmp_signed("!=", close, mask_kind(0))):
+                gap, number = builder.fdiv(below, unit), builder.load(kept)
+                near = builder.fcmp_ordered("<=", gap, limit)
+                here = builder.add(splat(builder, builder.trunc(at, I32)), lanes)
+                for kind, values, out in (("f32", gap, gaps), ("i32", here, places)):
+                    pointer = builder.inttoptr(nth(builder, out, number), values.type.element.as_pointer())
+                    name = f"llvm.masked.compressstore.v{LANES}{kind}"
+                    call(builder, name, ir.VoidType(), [values, pointer, near])
+                found = call(builder, f"llvm.ctpop.i{LANES}", mask_kind, [builder.bitcast(near, mask_kind)])
+                builder.store(builder.add(number, builder.zext(found, I64)), kept)
+        return builder.load(kept)
+
+    kinds = [types.int64, types.float32, types.float32, types.float32, *[types.int64] * 3]
+    return types.int64(*kinds), codegen
 
 
 @intrinsic

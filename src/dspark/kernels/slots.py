@@ -1,6 +1,6 @@
 """The sequential part of a block as steps of a program: slot by slot the Markov head and the choice of tokens.
 
-A token is the argmax of its slot's scores, or drawn from their softmax, at uniforms that the caller has (eqs. 4-5).
+A token is the argmax of its slot's scores, or drawn from their distribution, at the caller's uniforms (eqs. 4-5).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dspark.compilation import compiled
+from dspark.kernels.distributions_numba import PARAMETERS
 from dspark.kernels.lowbit import LowBitLinear
 from dspark.kernels.program import Program
 from dspark.kernels.program_numba import CHOOSE
@@ -41,15 +42,15 @@ class HeadWeights:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How A requests draw: temperature [A] float64, 0 for the argmax; uniforms [A, width] float64 in [0, 1)."""
+    """How A requests draw: parameters [A, 4] float64 (see `distributions`); uniforms [A, width] float64 in [0, 1)."""
 
-    temperature: np.ndarray
+    parameters: np.ndarray
     uniforms: Tensor
 
     def __post_init__(self) -> None:
-        assert self.temperature.dtype == np.float64
+        assert self.parameters.dtype == np.float64
         assert self.uniforms.dtype == torch.float64
-        assert self.temperature.flags.c_contiguous
+        assert self.parameters.flags.c_contiguous
         assert self.uniforms.is_contiguous()
 
 
@@ -125,12 +126,12 @@ class SlotChain:
         if draws is None:
             return
         assert draws.uniforms.shape == (requests, slots)
-        assert draws.temperature.shape == (requests,)
+        assert draws.parameters.shape == (requests, PARAMETERS)
         size = self.head.lm_head.out_features
         self._probs = probs = torch.empty(requests, slots, size)  # new each time: the caller keeps it
         steps["probs"][choices] = probs.data_ptr() + 4 * size * np.arange(slots)
         steps["probs_step"][choices] = slots * size
-        steps["temperature"][choices] = draws.temperature.ctypes.data
+        steps["parameters"][choices] = draws.parameters.ctypes.data
         steps["uniform"][choices] = draws.uniforms.data_ptr() + 8 * np.arange(slots)
         steps["uniform_step"][choices] = slots
 

@@ -125,7 +125,7 @@ def choose(
     confidence: Confidence | None = None,
 ) -> Step:
     """out [N] int64 = vocab[argmax(scores[index] + bias)] over the first `size` columns, the first of equals; with
-    `probs` set for a run (see `slots`) a draw from their softmax."""
+    `probs` set for a run (see `slots`) a draw from their distribution."""
     fields: dict[str, int | float] = {
         "kind": CHOOSE,
         "x": scores.data_ptr(),
