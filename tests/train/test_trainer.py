@@ -204,7 +204,7 @@ def test_head_starts_from_the_bigram_table():
 def test_draft_vocabulary_keeps_the_frequent_and_the_end_tokens():
     counts = torch.tensor([0.0, 5, 1, 9, 0, 5])
     assert draft_vocabulary(counts, 3, keep=(4,)).tolist() == [1, 3, 4]
-    assert draft_vocabulary(counts, None, keep=()).tolist() == list(range(6))
+    assert draft_vocabulary(counts, 6, keep=()).tolist() == list(range(6))
     assert token_counts([Sequence([7, 7, 1, 1, 2], 2)], 8).tolist() == [0, 2, 1, 0, 0, 0, 0, 0]
 
 

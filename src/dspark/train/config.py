@@ -39,7 +39,8 @@ class TrainConfig:
     `features`: "compute" the target's features whenever they are needed, keep them in "memory", or on "disk" in
     `feature_dir` (by default `output`/features), where later runs find them. `device`: "auto" (a GPU where there is
     one), "cpu" or "cuda". `init_from`: start from the weights, vocabulary and mask token of a resume state
-    or a drafter. `tensorboard`: write its event files beside log.jsonl.
+    or a drafter. `draft_vocab_size`: None means that drafter's, or 8192 where there is none. `tensorboard`: write its
+    event files beside log.jsonl.
     """
 
     target: str = "smollm2-135m"
@@ -53,7 +54,7 @@ class TrainConfig:
     markov_head_type: str = "vanilla"
     confidence_head: bool | None = None
     num_speculative_tokens: int | None = None
-    draft_vocab_size: int | None = 8192
+    draft_vocab_size: int | None = None
     mask_token: str | None = None
     warm_start: bool = True
     bigram_strength: float = 0.7

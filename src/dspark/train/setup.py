@@ -30,6 +30,8 @@ from dspark.train.warm_start import bigram_scores, init_head_from_bigrams, share
 
 __all__ = ["build_trainer", "draft_vocabulary", "drafter_config", "token_counts"]
 
+VOCAB_SIZE = 8192  # of a new drafter, unless the configuration says otherwise
+
 
 def token_counts(sequences: list[Sequence], vocab_size: int) -> torch.Tensor:
     """How often each token occurs in the answers: [V] float32."""
@@ -40,9 +42,9 @@ def token_counts(sequences: list[Sequence], vocab_size: int) -> torch.Tensor:
     return out
 
 
-def draft_vocabulary(counts: torch.Tensor, size: int | None, keep: tuple[int, ...]) -> torch.Tensor:
+def draft_vocabulary(counts: torch.Tensor, size: int, keep: tuple[int, ...]) -> torch.Tensor:
     """The `size` most frequent tokens (ties: lowest id) and `keep`, in order of id: [Vd] int64."""
-    if size is None or size >= len(counts):
+    if size >= len(counts):
         return torch.arange(len(counts))
     ranked = counts.clone()
     ranked[list(keep)] = float("inf")
@@ -141,7 +143,7 @@ def _vocabulary(
     """The draft vocabulary [Vd] and the mask token: those of `start`, or new ones."""
     if start is None:
         mask = tokenizer.encode(config.mask_token)[0] if config.mask_token else _spare_token(counts, target)
-        return draft_vocabulary(counts, config.draft_vocab_size, target.eos_token_ids), mask
+        return draft_vocabulary(counts, config.draft_vocab_size or VOCAB_SIZE, target.eos_token_ids), mask
     return start["model"]["vocab"], start["mask_token_id"]
 
 
