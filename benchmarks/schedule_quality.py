@@ -7,7 +7,8 @@
 All arms take turns within a repeat. The best fixed length of each concurrency is chosen by the even repeats and
 compared with the policy by the odd ones, so that luck in choosing does not count for it. Ratios are taken within a
 repeat; median (min..max) over repeats. `--discard` repeats come first and do not count: a policy begins with trials.
-`none` drafts nothing. Decoding steps only, prompts' own passes left out.
+`none` drafts nothing, and `none again` is another engine that does so: no policy can be nearer to plain decoding than
+that. Decoding steps only, prompts' own passes left out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from dspark.evaluate.throughput import ThroughputSettings, run_throughput
 from dspark.target.base import Target
 
 PLAIN = "none"  # run_throughput's name for it
-TABLE = "| requests | best fixed | policy/best | policy/plain | best/plain |\n|---|---|---|---|---|"
+AGAIN = "none again"  # a second engine that decodes plainly: what it differs by is the machine's doing
+TABLE = "| requests | best fixed | policy/best | policy/plain | plain again/plain |\n|---|---|---|---|---|"
 
 
 def speeds(runs: list[dict[str, Any]], arm: str, odd: bool | None = None) -> dict[int, float]:
@@ -56,11 +58,12 @@ def compare(runs: list[dict[str, Any]], fixed: list[str], policy: str) -> dict[s
     return {
         "best": best,
         "tokens_per_s": {
-            arm: statistics.median(speeds(runs, arm).values()) for arm in [PLAIN, *fixed, policy]
+            arm: statistics.median(speeds(runs, arm).values()) for arm in [PLAIN, AGAIN, *fixed, policy]
         },
         "policy_over_best": ratios(runs, policy, best),
         "policy_over_plain": ratios(runs, policy, PLAIN),
         "best_over_plain": ratios(runs, best, PLAIN),
+        "again_over_plain": ratios(runs, AGAIN, PLAIN),
     }
 
 
@@ -155,7 +158,7 @@ def build_engines(args: argparse.Namespace) -> dict[str, Engine]:
             return own
         return Engine(target, own.drafter, own.policy, own.tokenizer, own.config, calibrate=own.calibrate)
 
-    engines = {PLAIN: engine(0)} | {str(n): engine(n) for n in args.lengths}
+    engines = {PLAIN: engine(0), AGAIN: engine(0)} | {str(n): engine(n) for n in args.lengths}
     return engines | {args.policy: engine(max(args.lengths), args.policy)}
 
 
@@ -178,7 +181,7 @@ def main() -> None:
         some = prompts[:: max(1, len(prompts) // max(args.prompts, requests))][: max(args.prompts, requests)]
         runs = [r for r in run_throughput(engines, some, settings)["runs"] if r["repeat"] >= args.discard]
         cells[requests] = cell = compare(runs, [str(n) for n in args.lengths], args.policy)
-        columns = [show(cell[name]) for name in ("policy_over_best", "policy_over_plain", "best_over_plain")]
+        columns = [show(cell[name]) for name in ("policy_over_best", "policy_over_plain", "again_over_plain")]
         print(f"| {requests} | {cell['best']} | " + " | ".join(columns) + " |", flush=True)
     means = over_the_range(cells)
     print("\nover the whole range, relative to plain: " + ", ".join(f"{a} {v:.3f}" for a, v in means.items()))

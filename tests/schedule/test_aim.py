@@ -420,18 +420,18 @@ def test_what_one_load_taught_spares_another_its_trial():
     assert fresh.any()
 
 
-def test_a_rest_is_told_only_where_drafting_pays_nowhere():
+def test_a_rest_is_told_only_where_drafting_pays_nowhere_lately():
     """A drafter that stops following can draft no more for the requests it left, at whatever load."""
     policy = PrefixScheduler(7, CHEAP)
-    simulate(policy, 0.9, 60)  # one request: drafting pays
-    assert policy.rests(1) == 0
-    for _ in range(12):  # eight: it does not
+    for _ in range(12):  # eight requests: drafting does not pay
         simulate(policy, 0.02, 40, num_requests=8)
-    assert not policy.aim.gate(8).on
+    assert policy.rests(8) > 0
+    simulate(policy, 0.9, 60)  # one: it does
+    assert policy.rests(1) == 0
+    simulate(policy, 0.02, 10, num_requests=8)
     assert policy.aim.gate(8).far > 0
     assert policy.rests(8) == 0
-    simulate(policy, 0.02, 3000)
-    simulate(policy, 0.02, 40, num_requests=8)
+    simulate(policy, 0.02, 200, num_requests=8)  # no longer met
     assert policy.rests(8) > 64
 
 
@@ -459,6 +459,33 @@ def test_drafting_that_pays_pauses_where_prices_are_learned():
     ):
         drafts, _ = simulate(policy, 0.9, 80)
         assert (drafts[:, 0] > 0).all()
+
+
+def test_a_load_that_is_seldom_met_is_not_followed_for_at_others():
+    """Drafting pays for two requests, and not for eight, which come in nineteen rounds of twenty or in one of two."""
+    for rounds, followed in ((19, False), (1, True)):
+        policy = PrefixScheduler(7, CHEAP)
+        for _ in range(2400 // (rounds + 1)):
+            simulate(policy, 0.9, 1, num_requests=2)
+            simulate(policy, 0.05, rounds, num_requests=8)
+        assert policy.aim.gate(2).on
+        assert not policy.aim.gate(8).on
+        policy.draft_lengths(state_of(np.arange(8)))
+        assert (policy.rests(8) == 0) == followed
+
+
+def test_a_draft_that_takes_longer_than_its_price_counts_as_lost():
+    waits = []
+    for late in (0.0, 5.0):
+        policy = PrefixScheduler(7, LiveCost(CHEAP), aim=AimConfig(retry_at_most=4096))
+        state = state_of([0])
+        for _ in range(8):
+            want = policy.draft_lengths(state)
+            policy.observe(state, None, want, want, want - want)
+            price = CHEAP.draft_price(1, int(want.sum()))
+            policy.timed(state, want, want, price + late * (len(waits) > 0), 1.0)
+        waits.append(policy.aim.gate(1)._patience)
+    assert waits[1] > waits[0]
 
 
 def test_a_pause_is_followed_but_a_rest_is_not():

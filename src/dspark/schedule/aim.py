@@ -24,6 +24,10 @@ _WIDENING_FADES = 0.05  # a round
 _BOLD = 2  # drafted rounds, at any load, in which all is drafted that could pay at best
 _PROMPTS = 64  # rounds in a row that a trial waits for one without prompts
 _SHORTEST = 2  # rounds of a trial: many requests tell much in one
+_RECENT = 0.99  # memory a round of how often a load is met
+_OFTEN = (
+    0.25  # share of recent rounds from which on what pays at a load is worth being followed for at others
+)
 _TAUGHT = 24  # drafted rounds, at any load, behind which no trial is made on hope alone
 
 
@@ -35,6 +39,8 @@ class _Load:
     tried: Realised  # in trials, which draft for everybody
     realised: Realised  # with the lengths that were chosen
     prompts: int = 0  # rounds that a trial waited for one without prompts
+    met: int = 0  # the last round at this load
+    often: float = 0.0  # share of recent rounds then
     widening: float = 0.0  # tokens a round that one slot further brought lately, less what its time was worth
 
 
@@ -66,6 +72,7 @@ class Aim:
             0.0  # nor is it likely to pay: rounds of plain decoding that a drafted round would lose
         )
         self._rounds = _TAUGHT if config.acceptance else 0  # with drafts, at any load
+        self._round = 0  # of all that were observed
         self._priced: tuple[ScheduleState, np.ndarray] | None = None  # of the round at hand
         self._reach = float(gamma)  # longest length verified lately
         self._before_widening: np.ndarray | None = None  # the expected lengths, where more was asked for
@@ -75,8 +82,11 @@ class Aim:
         return self._load(num_requests).gate
 
     def rests(self, num_requests: int) -> float:
-        """Rounds to the next trial at this load; 0 if it is soon, or if drafting pays at any load that was met."""
-        pays = any(load.gate.on and not load.gate.fresh for load in self._loads.values())
+        """Rounds to the next trial at this load; 0 if it is soon, or if drafting pays at a load that is often met."""
+        pays = any(
+            load.gate.on and not load.gate.fresh and load.often * _RECENT ** (self._round - load.met) > _OFTEN
+            for load in self._loads.values()
+        )
         return 0 if self._wanted or self._waits or pays else self.gate(num_requests).far
 
     def seconds(self, state: ScheduleState, most: int) -> np.ndarray:
@@ -115,6 +125,9 @@ class Aim:
     ) -> None:
         """File a round. `survival` as `loops.usable` leaves it."""
         load = self._load(state.num_requests)
+        self._round += 1
+        load.often = load.often * _RECENT ** (self._round - load.met) + (1 - _RECENT)
+        load.met = self._round
         if self._waits:
             load.prompts += 1
             return
@@ -157,6 +170,14 @@ class Aim:
             net = further - (with_drafts - narrower) * tokens / with_drafts
             load.widening += _WIDENING_FADES * (net - load.widening)
         load.gate.observe(True, True, (worth - tokens) / max(without, 1))
+
+    def took(self, state: ScheduleState, drafted: np.ndarray, draft_s: float) -> None:
+        """Seconds of a draft beyond its price are lost: the first draft of a trial catches up with whole prompts."""
+        requests, drafts = totals(state.modelled(drafted))
+        if requests:
+            plain = self.cost.step_price(state.num_requests, state.num_requests, state.context)
+            load = self._load(state.num_requests)
+            load.gate.lose(max(0.0, draft_s - self.cost.draft_price(requests, drafts)) / plain)
 
     def _choose(self, load: _Load, state: ScheduleState, nothing: np.ndarray) -> np.ndarray:
         room = np.minimum(state.modelled(state.room), self.gamma)

@@ -154,6 +154,10 @@ class DraftGate:
         """`gain`: expected tokens per second with drafts, over those without."""
         return self.trying or gain > (1.0 if self.on else 1 + self._config.hysteresis)
 
+    def lose(self, rounds: float) -> None:
+        """Rounds of plain decoding that the last round cost besides what was filed."""
+        self._lost += rounds
+
     def observe(self, wanted: bool, drafted: bool, lost: float = 0.0) -> None:
         """File a round in which drafting was possible; one whose drafter had nothing to say tells nothing.
 

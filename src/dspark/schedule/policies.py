@@ -164,6 +164,7 @@ class _Adaptive(ABC):
         if isinstance(self.cost, LiveCost):
             if self.aim.gate(state.num_requests).deaf:
                 return
+            self.aim.took(state, drafted, draft_s)
             self.cost.observe(state, drafted, scheduled, draft_s, step_s)
             self.aim.forget_prices()
 
