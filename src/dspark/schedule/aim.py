@@ -103,17 +103,17 @@ class Aim:
         """[R] int64 drafts to propose."""
         load = self._load(state.num_requests)
         self._wanted, self._waits, self._unlikely = False, False, 0.0
-        nothing = np.zeros(state.num_requests, dtype=np.int64)
-        if load.gate.resting or load.gate.pausing:  # a round that is to cost nothing
-            return nothing
-        if load.gate.trying and state.query_tokens > state.num_requests and load.prompts < _PROMPTS:
+        chosen = None
+        if load.gate.resting or load.gate.pausing:
+            pass  # a round that is to cost nothing
+        elif load.gate.trying and state.query_tokens > state.num_requests and load.prompts < _PROMPTS:
             # Prompts in a round hide what a trial in it costs: better wait for one without, if there is to be one.
-            self._choose(load, state.behind_prompts(self.gamma), nothing)
+            self._choose(load, state.behind_prompts(self.gamma))
             self._waits = not self._unlikely
-            return nothing
-        chosen = self._choose(load, state, nothing)
-        self._wanted = chosen is not nothing
-        return chosen
+        else:
+            chosen = self._choose(load, state)
+            self._wanted = chosen is not None
+        return np.zeros(state.num_requests, dtype=np.int64) if chosen is None else chosen
 
     def observe(
         self,
@@ -138,14 +138,15 @@ class Aim:
         if load.gate.pausing or not (load.gate.on or self._wanted):
             load.gate.observe(False, False)
             return
-        if not np.count_nonzero(state.modelled(state.room)):
+        ours = state.modelled(drafted), state.modelled(scheduled), state.modelled(accepted)
+        some = np.count_nonzero(ours[0])
+        if not some and not np.count_nonzero(state.modelled(state.room)):
             return
         tried = load.gate.trying
         load.prompts = 0
         if self._wanted and not load.gate.on:  # nothing is known of rounds long past
             load.tried, load.realised = Realised(self.config.memory), Realised(self.config.memory)
-        ours = state.modelled(drafted), state.modelled(scheduled), state.modelled(accepted)
-        if not np.count_nonzero(ours[0]):
+        if not some:
             load.gate.observe(self._wanted, False)
             return
         self._confident = survival is not None
@@ -175,20 +176,21 @@ class Aim:
         """Seconds of a draft beyond its price are lost: the first draft of a trial catches up with whole prompts."""
         requests, drafts = totals(state.modelled(drafted))
         if requests:
-            plain = self.cost.step_price(state.num_requests, state.num_requests, state.context)
-            load = self._load(state.num_requests)
-            load.gate.lose(max(0.0, draft_s - self.cost.draft_price(requests, drafts)) / plain)
+            late = draft_s - self.cost.draft_price(requests, drafts)
+            if late > 0:
+                plain = self.cost.step_price(state.num_requests, state.num_requests, state.context)
+                self._load(state.num_requests).gate.lose(late / plain)
 
-    def _choose(self, load: _Load, state: ScheduleState, nothing: np.ndarray) -> np.ndarray:
-        room = np.minimum(state.modelled(state.room), self.gamma)
+    def _choose(self, load: _Load, state: ScheduleState) -> np.ndarray | None:
+        room = state.modelled(state.room)
         if not np.count_nonzero(room):
-            return nothing
+            return None
         if load.gate.trying:
             hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
             gain, lengths = self._best(load, state, room, hopeful)
             if gain <= 1:
                 self._unlikely = math.inf
-                return nothing
+                return None
             if self._rounds < _BOLD:
                 return lengths
             # Between hope and what is remembered: most trials are in vain, and cost.
@@ -200,38 +202,40 @@ class Aim:
             elif load.gate.fresh and self.config.acceptance:
                 expected, _ = self._best(load, state, room, known)
                 self._unlikely = max(0.0, 1 / expected - 1)
-            return nothing if self._unlikely else lengths
+            return None if self._unlikely else lengths
         gain, lengths = self._best(load, state, room, self.history.survival(state.uids))
         doubt = self.config.doubt
         seen = load.realised.at_best(doubt)
         if gain < 1 < seen and self._confident:
             # The mean block does not pay, but confidences find those that do: as far as they lately reached.
-            lengths, self._before_widening = np.minimum(room, 1 + math.ceil(self._reach)), None
+            reach = min(1 + math.ceil(self._reach), self.gamma)
+            lengths, self._before_widening = np.minimum(room, reach), None
         if load.realised.rounds > 2 * load.gate.trial_rounds:
             gain = seen if load.gate.on else min(gain, seen)
         else:
             gain = max(gain + doubt * load.tried.error, load.tried.at_best(doubt), seen)
-        return lengths if load.gate.passes(gain) else nothing
+        return lengths if load.gate.passes(gain) else None
 
     def _best(
         self, load: _Load, state: ScheduleState, room: np.ndarray, survival: np.ndarray
     ) -> tuple[float, np.ndarray]:
         """The drafts of the best round that has any, and its expected gain over plain decoding."""
-        requests, most = totals(room)
-        seconds = self.seconds(state, most)
-        lengths, budget, few, tokens = best_to_draft(survival, room, state.outputs, seconds, self.cost)
-        worth = tokens * float(seconds[0]) / max(state.outputs, 1)
-        verifying = float(seconds[budget])
+        seconds, outputs = self.seconds(state, survival.size), state.outputs
+        lengths, budget, few, tokens = best_to_draft(survival, room, outputs, seconds, self.cost)
+        worth = tokens * seconds.item(0) / max(outputs, 1)
+        verifying = seconds.item(budget)
         self._before_widening = None
         if not self._confident or (load.widening < 0 and self._rounds % _WIDER):
             return worth / (verifying + self.cost.draft_price(few, budget)), lengths
         self._before_widening = lengths
-        wider, *drafts = widen(lengths, room, True)
-        gain = worth / (verifying + self.cost.draft_price(*drafts))
+        wider = np.empty_like(lengths)
+        requests, drafts = widen(lengths, room, self.gamma, True, wider)
+        gain = worth / (verifying + self.cost.draft_price(requests, drafts))
         if few == requests:
             return gain, wider
-        some, *drafts = widen(lengths, room, False)  # the others are not worth a draft at this load
-        without_them = worth / (verifying + self.cost.draft_price(*drafts))
+        some = np.empty_like(lengths)
+        drafts = widen(lengths, room, self.gamma, False, some)[1]  # the others are not worth a draft at this load
+        without_them = worth / (verifying + self.cost.draft_price(few, drafts))
         return (without_them, some) if without_them >= gain else (gain, wider)
 
     def _load(self, num_requests: int) -> _Load:

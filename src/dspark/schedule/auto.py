@@ -6,7 +6,7 @@ import numpy as np
 
 from dspark.schedule.base import Dependence, ScheduleState
 from dspark.schedule.policies import LaggedScheduler
-from dspark.schedule.search import Curve, Ranking, best_budget, early_stop, rank
+from dspark.schedule.search import Curve, Ranking, best_budget, early_stop, rank, stops_at_best
 
 __all__ = ["AutoScheduler"]
 
@@ -29,7 +29,7 @@ class AutoScheduler(LaggedScheduler):
         if state.may_look:
             return ranking.lengths(best_budget(curve))
         expected = self._like(curve, self.aim.history.survival(state.uids), drafted)
-        if early_stop(expected) == best_budget(expected):
+        if stops_at_best(expected):
             return ranking.lengths(early_stop(curve))
         older = self._like(curve, self._older(state), drafted)
         return ranking.lengths(best_budget(older))
@@ -37,4 +37,4 @@ class AutoScheduler(LaggedScheduler):
     @staticmethod
     def _like(curve: Curve, survival: np.ndarray, drafted: np.ndarray) -> Curve:
         """The curve of other survivals at the same prices."""
-        return Curve(rank(survival, drafted), curve.outputs, curve.seconds)
+        return Curve(rank(survival, drafted), curve.outputs, curve.seconds, curve.spent)

@@ -195,8 +195,9 @@ class TableCost(_DraftPrices):
         return self.context.price(self._curve.at(query_tokens), num_requests, query_tokens, context)
 
     def step_curve(self, num_requests: int, first: int, count: int, context: int) -> np.ndarray:
-        table = self._curve.whole(first + count)
-        return loops.priced(table, first, count, 0.0, *self.context.terms(num_requests, context))
+        seconds, table = np.empty(count), self._curve.whole(first + count)
+        loops.priced(table, first, 0.0, *self.context.terms(num_requests, context), seconds)
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -247,8 +248,10 @@ class AdditiveCost(_DraftPrices):
         return self.context.price(seconds, num_requests, query_tokens, context)
 
     def step_curve(self, num_requests: int, first: int, count: int, context: int) -> np.ndarray:
-        table, constant = self._theta.whole(first + count), self.bias + self._alpha.at(num_requests)
-        return loops.priced(table, first, count, constant, *self.context.terms(num_requests, context))
+        seconds, table = np.empty(count), self._theta.whole(first + count)
+        constant = self.bias + self._alpha.at(num_requests)
+        loops.priced(table, first, constant, *self.context.terms(num_requests, context), seconds)
+        return seconds
 
 
 def monotone_medians(

@@ -103,7 +103,8 @@ class LiveCost:
         plain, rows = self._plain.factor, self._rows.factor
         curve = self.base.step_curve(num_requests, first, count, context)
         floor = self._plain_pass(num_requests, context) if rows != 1 else 0.0
-        return loops.rescaled(curve, plain * rows, plain * (1 - rows) * floor)
+        loops.rescale(curve, plain * rows, plain * (1 - rows) * floor)
+        return curve
 
     def draft_price(self, num_requests: int, drafts: int) -> float:
         price = self.base.draft_price(num_requests, drafts)

@@ -54,11 +54,14 @@ class RequestTable:
         """`find`, and one more round in which these requests took part: [R] rounds since each did before."""
         at = self.find(uids)
         self.round += 1
-        return at, history_loops.touch(self.seen, at, self.round)
+        ages = np.empty(len(at), dtype=np.int64)
+        history_loops.touch(self.seen, at, self.round, ages)
+        return at, ages
 
     def _locate(self, uids: np.ndarray) -> int:
         """How many of them have no row and could not be given one the usual way, behind the last."""
-        self._at, missing, self.count = history_loops.find(
+        self._at = np.empty(len(uids), dtype=np.int64)
+        missing, self.count = history_loops.find(
             uids,
             self._uids,
             self.seen,
@@ -67,6 +70,7 @@ class RequestTable:
             self.count,
             self.round,
             self.round - _KEEP,
+            self._at,
         )
         return missing
 
@@ -156,7 +160,8 @@ class AcceptanceHistory:
         asked = uids.tobytes()
         if self._expected is None or self._expected[0] != asked:
             table, at = self._table, self._table.find(uids)
-            expected = history_loops.expected(
+            expected = np.empty((len(at), self.gamma))
+            history_loops.expected(
                 table.rows,
                 table.seen,
                 at,
@@ -167,6 +172,7 @@ class AcceptanceHistory:
                 self._known,
                 self.weight,
                 self.trust,
+                expected,
             )
             self._expected = asked, expected
         return self._expected[1]
@@ -174,7 +180,9 @@ class AcceptanceHistory:
     def past_survival(self, uids: np.ndarray, age: int) -> np.ndarray:
         """[R, gamma] survivals as they were (age 0: in the last round); what is unknown is taken as expected."""
         expected = self.survival(uids)
-        return history_loops.remembered(self._table.rows, self._table.find(uids), age, expected)
+        past = np.empty_like(expected)
+        history_loops.remembered(self._table.rows, self._table.find(uids), age, expected, past)
+        return past
 
     def observe(
         self,

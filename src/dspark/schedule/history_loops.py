@@ -50,21 +50,20 @@ def expected(
     known: np.ndarray,
     weight: float,
     trust: float,
-) -> np.ndarray:
-    """[R, gamma] expected prefix survival.
+    out: np.ndarray,
+) -> None:
+    """Fill `out` [R, gamma] with the expected prefix survival.
 
     `numbers` [n, 2 + past, gamma]: reached, passed, and what was promised; a row fades by `decay` for each round
     since it was last `seen` [n]. It leans on the mean of all requests, see `conditional`.
     """
     mean = conditional(total, prior, known, weight)
-    out = np.empty((len(at), len(mean)))
     for r in range(len(at)):
         alive, left = trust, fading(decay, now - seen[at[r]])
         for k in range(len(mean)):
             reached, passed = left * numbers[at[r], 0, k], left * numbers[at[r], 1, k]
             alive *= (passed + weight * mean[k]) / (reached + weight)
             out[r, k] = min(alive, 1.0)
-    return out
 
 
 @compiled
@@ -136,14 +135,13 @@ def file_outcomes(
 
 
 @compiled
-def remembered(numbers: np.ndarray, at: np.ndarray, age: int, expected: np.ndarray) -> np.ndarray:
-    """[R, gamma] survivals as they were promised `age` rounds before the last; what is unknown as `expected`."""
-    out = np.empty_like(expected)
+def remembered(numbers: np.ndarray, at: np.ndarray, age: int, expected: np.ndarray, out: np.ndarray) -> None:
+    """Fill `out` [R, gamma] with survivals as they were promised `age` rounds before the last; what is unknown as
+    `expected`."""
     for r in range(len(at)):
         for k in range(expected.shape[1]):
             promised = numbers[at[r], 2 + age, k]
             out[r, k] = expected[r, k] if np.isnan(promised) else promised
-    return out
 
 
 @compiled
@@ -156,13 +154,14 @@ def find(
     n: int,
     now: int,
     oldest: int,
-) -> tuple[np.ndarray, int, int]:
-    """[R] where each uid lies among the first n of the increasing `uids`, how many do not, and n.
+    at: np.ndarray,
+) -> tuple[int, int]:
+    """Fill `at` [R] with where each uid lies among the first n of the increasing `uids`: how many do not, and n.
 
     A uid that was last `seen` before `oldest` counts as new. New ones are appended, the usual way: they come in
     order, and there is room. What is left has -1.
     """
-    at, missing, i = np.empty(len(wanted), dtype=np.int64), 0, -1
+    missing, i = 0, -1
     for r in range(len(wanted)):
         i += 1  # most lie behind the one before
         if i >= n or uids[i] != wanted[r]:
@@ -176,14 +175,12 @@ def find(
         else:
             at[r] = -1
             missing += 1
-    return at, missing, n
+    return missing, n
 
 
 @compiled
-def touch(seen: np.ndarray, at: np.ndarray, now: int) -> np.ndarray:
-    """[R] rounds since each was last seen; now it is."""
-    out = np.empty(len(at), dtype=np.int64)
+def touch(seen: np.ndarray, at: np.ndarray, now: int, ages: np.ndarray) -> None:
+    """Fill `ages` [R] with the rounds since each was last seen; now it is."""
     for r in range(len(at)):
-        out[r] = now - seen[at[r]]
+        ages[r] = now - seen[at[r]]
         seen[at[r]] = now
-    return out

@@ -2,6 +2,9 @@
 
 Arrays are C-contiguous. Survivals are [R, gamma] float64 as `usable` leaves them: non-increasing along a row, and
 `NO_DRAFT` where there is no candidate. `reference.py` says the same in plain Python.
+
+Arrays that come out are made by the caller and filled here: handing one over takes Numba longer than most of these
+loops take.
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ __all__ = [
     "best_to_draft",
     "beyond",
     "count_batch",
+    "counted",
     "early_stop",
+    "keep_candidates",
     "lengths",
     "mark_first_slots",
     "most_rate",
     "nobody_minds",
     "priced",
-    "rescaled",
+    "rescale",
+    "stops_at_most_rate",
     "tally",
     "totals",
     "usable",
@@ -68,94 +74,127 @@ def nobody_minds(tolerates_live: np.ndarray, room: np.ndarray) -> bool:
 
 
 @compiled
-def usable(survival: np.ndarray, drafted: np.ndarray) -> tuple[np.ndarray, int]:
-    """[R, gamma] survivals in 0..1, each slot at most the one before it (NaN counts as 0), and how many candidates."""
-    out, candidates = np.empty(survival.shape), 0
-    for r in range(len(survival)):
-        alive = 1.0
-        for k in range(survival.shape[1]):
-            if k >= drafted[r]:
-                out[r, k] = NO_DRAFT
-                continue
-            a = survival[r, k]
-            if not a > 0.0:
-                alive = 0.0
-            elif a < alive:
-                alive = a
-            out[r, k] = alive
-            candidates += 1
-    return out, candidates
+def counted(survival: float, before: float) -> float:
+    """A survival as it counts: in 0..1, at most the one of the slot before; NaN as 0."""
+    if not survival > 0.0:
+        return 0.0
+    return min(survival, before)
 
 
 @compiled
-def while_at_least(alive: np.ndarray, threshold: float, conditional: bool) -> np.ndarray:
-    """[R] int64: leading slots whose survival, or if `conditional` their share of the slot before, is that high."""
-    out = np.zeros(len(alive), dtype=np.int64)
-    for r in range(len(alive)):
+def keep_candidates(survival: np.ndarray, drafted: np.ndarray, alive: np.ndarray) -> int:
+    """`usable` without a copy to be sorted."""
+    candidates = 0
+    for r in range(len(survival)):
         before = 1.0
-        for a in alive[r]:
+        for k in range(survival.shape[1]):
+            if k >= drafted[r]:
+                alive[r, k] = NO_DRAFT
+                continue
+            before = counted(survival[r, k], before)
+            alive[r, k] = before
+            candidates += 1
+    return candidates
+
+
+@compiled
+def usable(survival: np.ndarray, drafted: np.ndarray, alive: np.ndarray, values: np.ndarray) -> int:
+    """Fill `alive` [R, gamma] with the survivals as they are `counted`, and `values` [R * gamma] with the same, to be
+    sorted: how many candidates."""
+    candidates = keep_candidates(survival, drafted, alive)
+    values[:] = alive.ravel()
+    return candidates
+
+
+@compiled
+def while_at_least(
+    survival: np.ndarray, drafted: np.ndarray, threshold: float, conditional: bool, out: np.ndarray
+) -> None:
+    """Fill `out` [R] with the leading slots whose survival, or if `conditional` its share of the one before, is that
+    high."""
+    for r in range(len(survival)):
+        before, out[r] = 1.0, 0
+        for k in range(min(drafted[r], survival.shape[1])):
+            a = counted(survival[r, k], before)
             held = a
-            if conditional and a >= 0.0:
+            if conditional:
                 held = a / before if before > 0.0 else 0.0
-            if a == NO_DRAFT or held < threshold:
+            if held < threshold:
                 break
             out[r] += 1
             before = a
-    return out
 
 
 @compiled
-def mark_first_slots(survival: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, int]:
+def mark_first_slots(survival: np.ndarray, room: np.ndarray, alive: np.ndarray, values: np.ndarray) -> int:
     """`usable`, with the lowest bit of each number telling whether it is a first slot.
 
     A request comes in with its first slot, so what follows from sorted survivals alone has to tell which those are.
     That moves survivals by 1 in 2^52, and two that were as near as that tie, the first slot first.
     """
-    out, candidates = usable(survival, room)
-    bits = out.view(np.int64)
-    for r in range(len(out)):
-        for k in range(min(room[r], out.shape[1])):
+    candidates = keep_candidates(survival, room, alive)
+    bits = alive.view(np.int64)
+    for r in range(len(alive)):
+        for k in range(min(room[r], alive.shape[1])):
             bits[r, k] = (bits[r, k] & -2) | (k == 0)
-    return out, candidates
+    values[:] = alive.ravel()
+    return candidates
 
 
 @compiled
 def early_stop(
-    ascending: np.ndarray, candidates: int, outputs: float, seconds: np.ndarray, min_gain: float
+    ascending: np.ndarray,
+    candidates: int,
+    outputs: float,
+    seconds: np.ndarray,
+    spent: float,
+    min_gain: float,
 ) -> int:
-    """Algorithm 1: the budget at which Theta stops improving. `seconds` [candidates + 1] of the round."""
+    """Algorithm 1: the budget at which Theta stops improving. `seconds` [candidates + 1] of the pass, and those `spent`
+    whatever the budget."""
     tau = outputs
     for budget in range(candidates):
         gain = ascending[len(ascending) - 1 - budget]
         worth = tau + gain if min_gain == 0 else tau + (tau + gain - tau) / (1 + min_gain)
-        if worth / seconds[budget + 1] <= tau / seconds[budget]:
+        if worth / (seconds[budget + 1] + spent) <= tau / (seconds[budget] + spent):
             return budget
         tau += gain
     return candidates
 
 
 @compiled
-def most_rate(ascending: np.ndarray, candidates: int, outputs: float, seconds: np.ndarray) -> int:
+def most_rate(
+    ascending: np.ndarray, candidates: int, outputs: float, seconds: np.ndarray, spent: float
+) -> int:
     """The smallest budget of the largest Theta."""
-    tau, best, best_rate = outputs, 0, outputs / seconds[0]
+    tau, best, best_rate = outputs, 0, outputs / (seconds[0] + spent)
     for budget in range(1, candidates + 1):
         tau += ascending[len(ascending) - budget]
-        rate = tau / seconds[budget]
+        rate = tau / (seconds[budget] + spent)
         if rate > best_rate:
             best, best_rate = budget, rate
     return best
 
 
 @compiled
-def lengths(alive: np.ndarray, ascending: np.ndarray, budget: int) -> np.ndarray:
-    """[R] int64: drafts of each request among the first `budget` candidates.
+def stops_at_most_rate(
+    ascending: np.ndarray, candidates: int, outputs: float, seconds: np.ndarray, spent: float
+) -> bool:
+    """Algorithm 1 finds the budget that a global search does."""
+    stop = early_stop(ascending, candidates, outputs, seconds, spent, 0.0)
+    return stop == most_rate(ascending, candidates, outputs, seconds, spent)
+
+
+@compiled
+def lengths(alive: np.ndarray, ascending: np.ndarray, budget: int, out: np.ndarray) -> None:
+    """Fill `out` [R] with the drafts of each request among the first `budget` candidates.
 
     Ranked by survival, ties by earlier slot, then by request: the last one admitted says who is.
     """
     R, gamma = alive.shape
-    out = np.zeros(R, dtype=np.int64)
+    out[:] = 0
     if budget <= 0:
-        return out
+        return
     last, left = ascending[len(ascending) - budget], budget
     for r in range(R):
         for k in range(gamma):  # without a branch that nobody can predict
@@ -167,8 +206,7 @@ def lengths(alive: np.ndarray, ascending: np.ndarray, budget: int) -> np.ndarray
                 out[r] += 1
                 left -= 1
                 if left == 0:
-                    return out
-    return out
+                    return
 
 
 @compiled
@@ -179,9 +217,10 @@ def best_to_draft(
     outputs: float,
     seconds: np.ndarray,
     draft: tuple[float, float, float],
-) -> tuple[np.ndarray, int, int, float]:
-    """Where drafting is still to be decided: `lengths` of the best budget of at least 1, the budget, its requests
-    and its tokens.
+    out: np.ndarray,
+) -> tuple[int, int, float]:
+    """Where drafting is still to be decided: the best budget of at least 1, its requests and its tokens; and fill `out`
+    [R] with its `lengths`.
 
     `alive` as `mark_first_slots` leaves them; `draft`: seconds of a draft, of each request in it and of each of its
     tokens.
@@ -197,11 +236,14 @@ def best_to_draft(
         rate = tau / (seconds[budget] + base + per_request * requests + per_draft * budget)
         if rate > best_rate:
             best, best_rate, best_requests, best_tau = budget, rate, requests, tau
-    return lengths(alive, ascending, best), best, best_requests, best_tau
+    lengths(alive, ascending, best, out)
+    return best, best_requests, best_tau
 
 
 @compiled
-def tally(drafted: np.ndarray, scheduled: np.ndarray, accepted: np.ndarray) -> tuple[int, int, int, int, int]:
+def tally(
+    drafted: np.ndarray, scheduled: np.ndarray, accepted: np.ndarray
+) -> tuple[int, int, int, int, int]:
     """Of a round's lengths [R]: requests with drafts, drafts, scheduled ones, accepted ones, the longest scheduled."""
     requests, drafts, rows, won, longest = 0, 0, 0, 0, 0
     for r in range(len(drafted)):
@@ -228,33 +270,32 @@ def beyond(
 
 
 @compiled
-def widen(lengths: np.ndarray, room: np.ndarray, everyone: bool) -> tuple[np.ndarray, int, int]:
-    """[R] a draft more where there is room, for `everyone` or for those who have some, with their `totals`."""
-    out, some, total = np.zeros(len(lengths), dtype=np.int64), 0, 0
+def widen(
+    lengths: np.ndarray, room: np.ndarray, most: int, everyone: bool, out: np.ndarray
+) -> tuple[int, int]:
+    """Fill `out` [R] with a draft more where there is room (`most` of each), for `everyone` or for those who have some:
+    its `totals`."""
+    some, total = 0, 0
     for r in range(len(lengths)):
-        if everyone or lengths[r] > 0:
-            out[r] = min(lengths[r] + 1, room[r])
-            some += out[r] > 0
-            total += out[r]
-    return out, some, total
+        out[r] = min(lengths[r] + 1, room[r], most) if everyone or lengths[r] > 0 else 0
+        some += out[r] > 0
+        total += out[r]
+    return some, total
 
 
 @compiled
 def priced(
-    table: np.ndarray, first: int, count: int, constant: float, context: float, context_row: float
-) -> np.ndarray:
-    """[count] seconds of passes over first, first + 1, ... rows: `table` by rows and a constant, with attention's
-    price beyond the profile (see `ContextCost`)."""
-    out = np.empty(count)
-    for i in range(count):
+    table: np.ndarray, first: int, constant: float, context: float, context_row: float, out: np.ndarray
+) -> None:
+    """Fill `out` with the seconds of passes over first, first + 1, ... rows: `table` by rows and a constant, with
+    attention's price beyond the profile (see `ContextCost`)."""
+    for i in range(len(out)):
         seconds = table[first + i] + constant
         out[i] = max(seconds + context, 0.01 * seconds) + context_row * (first + i)
-    return out
 
 
 @compiled
-def rescaled(values: np.ndarray, factor: float, constant: float) -> np.ndarray:
-    """`values` themselves, changed in place: times a factor, and a constant more."""
+def rescale(values: np.ndarray, factor: float, constant: float) -> None:
+    """`values` in place: times a factor, and a constant more."""
     for i in range(len(values)):
         values[i] = values[i] * factor + constant
-    return values

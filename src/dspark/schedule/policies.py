@@ -26,7 +26,7 @@ from dspark.schedule.aim import Aim, AimConfig
 from dspark.schedule.base import Dependence, Observer, Policy, Resting, ScheduleState, Timed
 from dspark.schedule.cost import CostModel
 from dspark.schedule.feedback import LiveCost
-from dspark.schedule.loops import totals, usable, while_at_least
+from dspark.schedule.loops import totals, while_at_least
 from dspark.schedule.search import Curve, Ranking, best_budget, early_stop, fill_upwards, rank
 
 __all__ = [
@@ -97,8 +97,10 @@ class Threshold:
             if drafted.any():
                 raise DSparkError("a threshold needs a drafter with a confidence head; use another policy")
             return drafted
-        alive, _ = usable(np.ascontiguousarray(survival, dtype=np.float64), np.minimum(drafted, self.length))
-        return while_at_least(alive, float(self.threshold), self.on == "confidence")
+        survival, most = np.ascontiguousarray(survival, dtype=np.float64), np.minimum(drafted, self.length)
+        lengths = np.empty(len(drafted), dtype=np.int64)
+        while_at_least(survival, most, float(self.threshold), self.on == "confidence", lengths)
+        return lengths
 
 
 class _Adaptive(ABC):
@@ -174,8 +176,7 @@ class _Adaptive(ABC):
 
     def _curve(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> Curve:
         spent = self.cost.draft_price(*totals(state.modelled(drafted)))
-        seconds = self.aim.seconds(state, len(ranking))[: len(ranking) + 1]
-        return Curve(ranking, state.outputs, seconds + spent)
+        return Curve(ranking, state.outputs, self.aim.seconds(state, len(ranking)), spent)
 
 
 class PrefixScheduler(_Adaptive):

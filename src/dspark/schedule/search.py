@@ -11,6 +11,7 @@ ranked one by one: the values are sorted, and `loops.py` does the rest.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,23 +28,27 @@ __all__ = [
     "early_stop",
     "fill_upwards",
     "rank",
+    "stops_at_best",
 ]
 
 
 class Ranking:
-    """Candidates in order of admission.
+    """Candidates in order of admission: N of them, with `alive` [R, gamma], their survivals as `loops.usable` has them.
 
     Args:
-        alive: [R, gamma] survivals as `loops.usable` leaves them.
-        candidates: how many there are, N.
+        survival: [R, gamma] float64, contiguous.
+        drafted: [R] slots that are candidates.
+        fill: `loops.usable`, or what does the same and more.
     """
 
     __slots__ = ("alive", "ascending", "candidates")
 
-    def __init__(self, alive: np.ndarray, candidates: int) -> None:
-        self.alive, self.candidates = alive, candidates
-        self.ascending = alive.flatten()  # what is no candidate comes first
-        self.ascending.sort()
+    def __init__(
+        self, survival: np.ndarray, drafted: np.ndarray, fill: Callable[..., int] = loops.usable
+    ) -> None:
+        self.alive, self.ascending = np.empty(survival.shape), np.empty(survival.size)
+        self.candidates = fill(survival, drafted, self.alive, self.ascending)
+        self.ascending.sort()  # what is no candidate comes first
 
     def __len__(self) -> int:
         return self.candidates
@@ -63,16 +68,24 @@ class Ranking:
 
     def lengths(self, budget: int) -> np.ndarray:
         """[R] int64: drafts of each request among the first `budget` candidates."""
-        return loops.lengths(self.alive, self.ascending, budget)
+        out = np.empty(len(self.alive), dtype=np.int64)
+        loops.lengths(self.alive, self.ascending, budget, out)
+        return out
 
 
 class Curve:
-    """Expected output and time of a round by budget K = 0..N; `outputs` without any draft, `seconds` [N + 1]."""
+    """Expected output and time of a round by budget K = 0..N.
 
-    __slots__ = ("outputs", "ranking", "seconds")
+    Args:
+        outputs: tokens without any draft.
+        seconds: [N + 1] or longer, of the pass.
+        spent: seconds whatever the budget: what the draft took.
+    """
 
-    def __init__(self, ranking: Ranking, outputs: int, seconds: np.ndarray) -> None:
-        self.ranking, self.outputs, self.seconds = ranking, outputs, seconds
+    __slots__ = ("outputs", "ranking", "seconds", "spent")
+
+    def __init__(self, ranking: Ranking, outputs: int, seconds: np.ndarray, spent: float = 0.0) -> None:
+        self.ranking, self.outputs, self.seconds, self.spent = ranking, outputs, seconds, spent
 
     @property
     def tokens(self) -> np.ndarray:
@@ -82,7 +95,13 @@ class Curve:
     @property
     def rate(self) -> np.ndarray:
         """[N + 1] Theta, expected tokens per second."""
-        return self.tokens / self.seconds
+        return self.tokens / (self.seconds[: len(self.ranking) + 1] + self.spent)
+
+    @property
+    def searched(self) -> tuple[np.ndarray, int, float, np.ndarray, float]:
+        """What a search goes through."""
+        ranking = self.ranking
+        return ranking.ascending, ranking.candidates, float(self.outputs), self.seconds, self.spent
 
 
 def rank(survival: np.ndarray, drafted: np.ndarray) -> Ranking:
@@ -91,9 +110,7 @@ def rank(survival: np.ndarray, drafted: np.ndarray) -> Ranking:
     A survival counts as at most 1 and at most the one before it, so each slot rests on itself and those before; NaN
     counts as 0: a slot without a usable confidence is never verified.
     """
-    return Ranking(
-        *loops.usable(np.ascontiguousarray(survival, dtype=np.float64), np.ascontiguousarray(drafted))
-    )
+    return Ranking(np.ascontiguousarray(survival, dtype=np.float64), np.ascontiguousarray(drafted))
 
 
 def decoding_curve(state: ScheduleState, cost: CostModel, most: int) -> np.ndarray:
@@ -117,16 +134,17 @@ def early_stop(curve: Curve, min_gain: float = 0.0) -> int:
     With `min_gain` g a token counts 1 / (1 + g) in the test: it must bring (1 + g) times what its time is worth
     at the present rate. As part of the stop test this keeps the decision CAUSAL.
     """
-    ranking = curve.ranking
-    return loops.early_stop(
-        ranking.ascending, len(ranking), float(curve.outputs), curve.seconds, float(min_gain)
-    )
+    return loops.early_stop(*curve.searched, float(min_gain))
 
 
 def best_budget(curve: Curve) -> int:
     """Unconstrained search: the smallest budget of the largest Theta."""
-    ranking = curve.ranking
-    return loops.most_rate(ranking.ascending, len(ranking), float(curve.outputs), curve.seconds)
+    return loops.most_rate(*curve.searched)
+
+
+def stops_at_best(curve: Curve) -> bool:
+    """`early_stop` finds the budget that `best_budget` does."""
+    return loops.stops_at_most_rate(*curve.searched)
 
 
 def best_to_draft(
@@ -135,12 +153,14 @@ def best_to_draft(
     """Where drafting is still to be decided: [R] lengths of the best budget of at least 1.
 
     And that budget, how many requests have some of it, and its expected tokens. `survival` [R, gamma] expected,
-    `seconds` [sum of room + 1] of the pass by budget.
+    `room` [R], of which no more than gamma count, `seconds` [sum of room + 1] or longer of the pass by budget.
     """
-    ranking = Ranking(*loops.mark_first_slots(survival, room))
-    return loops.best_to_draft(
-        ranking.alive, ranking.ascending, ranking.candidates, float(outputs), seconds, cost.draft_terms
+    ranking, lengths = Ranking(survival, room, loops.mark_first_slots), np.empty(len(room), dtype=np.int64)
+    candidates, prices = ranking.candidates, cost.draft_terms
+    budget, requests, tokens = loops.best_to_draft(
+        ranking.alive, ranking.ascending, candidates, float(outputs), seconds, prices, lengths
     )
+    return lengths, budget, requests, tokens
 
 
 def fill_upwards(budget: int, query_tokens: int, candidates: int, sizes: tuple[int, ...]) -> int:
