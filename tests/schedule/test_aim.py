@@ -8,8 +8,8 @@ from dspark.schedule.aim import AimConfig, Realised
 from dspark.schedule.cost import DraftCost, TableCost
 from dspark.schedule.feedback import LiveCost
 from dspark.schedule.history import AcceptanceHistory, RequestTable
-from dspark.schedule.loops import usable
 from dspark.schedule.policies import GlobalScheduler, LaggedScheduler, PrefixScheduler, ScheduleState
+from dspark.schedule.search import rank
 
 # A pass over 8 rows costs 1.7 of one row; a draft costs 0.4 of one.
 COST = TableCost((1, 8, 64), (1.0, 1.7, 10.0), draft=DraftCost(0.35, 0.01, 0.006))
@@ -237,7 +237,7 @@ def test_the_history_of_requests_that_come_and_go(confident):
         drafted = rng.integers(0, gamma + 1, len(uids))
         scheduled = rng.integers(0, drafted + 1)
         accepted = rng.integers(0, scheduled + 1)
-        alive, _ = usable(rng.random((len(uids), gamma)).cumprod(axis=1), drafted)
+        alive = rank(rng.random((len(uids), gamma)).cumprod(axis=1), drafted).alive
         history.observe(uids, alive if confident else None, drafted, scheduled, accepted)
         if drafted.any():
             counts, everyone = {uid: 0.9 * c for uid, c in counts.items()}, 0.9 * everyone
@@ -267,7 +267,7 @@ def test_copies_are_no_part_of_the_history():
         drafted = np.array([2, 2])
         scheduled = policy.verify_lengths(state, survival, drafted)
         policy.observe(state, survival, drafted, scheduled, np.minimum(scheduled, [2, 0]))
-        alive, _ = usable(survival[1:], drafted[1:])
+        alive = rank(survival[1:], drafted[1:]).alive
         unseen.observe(uids[1:], alive, drafted[1:], scheduled[1:], np.zeros(1, dtype=np.int64))
     np.testing.assert_allclose(policy.aim.history.survival(uids), unseen.survival(uids))
 
@@ -287,13 +287,19 @@ def test_new_requests_expect_the_mean():
 def test_rows_belong_to_their_uid():
     table = RequestTable(np.array([-1.0]))
     for uid in (5, 2, 9, 2):
-        at, _ = table.use(np.array([uid]))
+        at = use(table, [uid])
         table.values[at] = uid
     assert rows_of(table, [9, 3, 2, 5]) == [9, -1, 2, 5]
     for _ in range(1030):
-        table.use(np.array([2]))
-    table.use(np.array([7]))
+        use(table, [2])
+    use(table, [7])
     assert rows_of(table, [5, 2, 7]) == [-1, 2, -1]
+
+
+def use(table, uids):
+    at = table.begin_round(np.array(uids, dtype=np.int64))
+    table.seen[at] = table.round
+    return at
 
 
 def rows_of(table, uids):
@@ -333,10 +339,10 @@ def test_rows_of_requests_that_come_and_go(monkeypatch, orderly):
             running.insert(0, away.pop(0))
         if len(running) > 8 and rng.random() < 0.3:
             away.append(running.pop())
-        uids, amounts = np.array(running, dtype=np.int64), rng.random(len(running))
+        amounts = rng.random(len(running))
         assert rows_of(table, running) == reference.peek(running)
         if running:
-            at, _ = table.use(uids)
+            at = use(table, running)
             table.values[at, 0] += amounts
             reference.add(running, amounts.tolist())
             assert rows_of(table, running) == reference.peek(running)

@@ -14,6 +14,7 @@ from dspark.engine.engine import Engine
 from dspark.schedule.auto import AutoScheduler
 from dspark.schedule.cost import DraftCost, TableCost
 from dspark.schedule.feedback import FRESH, SETTLED, STEP, Drift, LiveCost
+from dspark.schedule.loops import tally
 from dspark.schedule.policies import FixedLength, ScheduleState
 from dspark.testing import ScriptedDrafter, TableTarget, run_engine
 
@@ -30,7 +31,7 @@ def rounds(cost, count, plain, rows, draft, scheduled=7, noise=lambda: 1.0):
         further = float(BASE.step_seconds(1, 1 + int(lengths[0]), 50)) - floor
         step = plain * (floor + rows * further) * noise()
         drafting = draft * float(BASE.draft_seconds(1, int(lengths[0]))) * noise()
-        cost.observe(ONE, lengths, lengths, drafting, step)
+        cost.observe(ONE, *tally(lengths, lengths), drafting, step)
 
 
 def test_factors_are_found():
@@ -44,12 +45,12 @@ def test_factors_are_found():
 
 def test_a_step_is_small_and_outliers_are_nothing():
     cost = LiveCost(BASE)
-    cost.observe(ONE, NONE, NONE, 0.0, 30.0)
+    cost.observe(ONE, *tally(NONE, NONE), 0.0, 30.0)
     assert abs(np.log(cost.factors[0])) <= STEP + 1e-12
     cost = LiveCost(BASE)
     rounds(cost, 40, 1.0, 1.0, 1.0)
     for spike in (1000.0, 0.001, 5000.0):
-        cost.observe(ONE, NONE, NONE, 0.0, spike)
+        cost.observe(ONE, *tally(NONE, NONE), 0.0, spike)
     assert cost.factors == pytest.approx((1, 1, 1), abs=1e-9)
 
 
@@ -57,9 +58,11 @@ def test_a_pass_soon_behind_a_draft_tells_nothing_of_plain_decoding():
     """It takes twice as long here; only behind some others without drafts does a pass take what plain decoding does."""
     cost, two, floor = LiveCost(BASE), np.array([2]), float(BASE.step_seconds(1, 1, 50))
     for _ in range(20):
-        cost.observe(ONE, two, two, float(BASE.draft_seconds(1, 2)), 2 * float(BASE.step_seconds(1, 3, 50)))
+        cost.observe(
+            ONE, *tally(two, two), float(BASE.draft_seconds(1, 2)), 2 * float(BASE.step_seconds(1, 3, 50))
+        )
         for behind in range(2 * SETTLED):
-            cost.observe(ONE, NONE, NONE, 0.0, floor * (1.0 if behind >= SETTLED else 2.0))
+            cost.observe(ONE, *tally(NONE, NONE), 0.0, floor * (1.0 if behind >= SETTLED else 2.0))
     assert cost.factors[0] == pytest.approx(1.0)
 
 
@@ -72,7 +75,7 @@ def test_what_a_draft_displaces_is_no_price_of_rows():
         drafted = i // (2 * SETTLED) % 2
         rows = lengths if drafted else NONE
         step = 3.0 * (float(base.step_seconds(1, 1 + int(rows[0]), 50)) + 1.5 * drafted)
-        cost.observe(ONE, rows, rows, 2.0 * drafting * drafted, step)
+        cost.observe(ONE, *tally(rows, rows), 2.0 * drafting * drafted, step)
     assert cost.factors == pytest.approx((3.0, 1.0, 2.0))
     expected = 2.0 * drafting + 3.0 * 1.5
     assert cost.draft_price(1, 7) == pytest.approx(expected)
@@ -101,14 +104,14 @@ def test_without_plain_rounds_the_whole_pass_is_taken_to_have_changed():
     rounds(cost, 60, 1.0, 1.0, 1.0)
     lengths = np.array([7])
     for _ in range(3 * FRESH):
-        cost.observe(ONE, lengths, lengths, 2.8, 2 * 17.0)
+        cost.observe(ONE, *tally(lengths, lengths), 2.8, 2 * 17.0)
     assert cost.factors == pytest.approx((2.0, 1.0, 1.0), rel=1e-3)
 
 
 def test_rounds_with_prompts_say_nothing():
     cost = LiveCost(BASE)
     state = ScheduleState(np.arange(1), np.array([0]), np.array([0]), np.array([40]))
-    cost.observe(state, NONE, NONE, 1.0, 999.0)
+    cost.observe(state, *tally(NONE, NONE), 1.0, 999.0)
     assert cost.factors == (1.0, 1.0, 1.0)
 
 

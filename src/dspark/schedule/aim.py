@@ -13,7 +13,7 @@ from dspark.schedule.cost import CostModel
 from dspark.schedule.feedback import LiveCost
 from dspark.schedule.gate import AimConfig, DraftGate, Realised
 from dspark.schedule.history import AcceptanceHistory
-from dspark.schedule.loops import NO_DRAFT, beyond, tally, totals, widen
+from dspark.schedule.loops import NO_DRAFT, tally_outcomes, totals, widen
 from dspark.schedule.search import best_to_draft, decoding_curve
 
 __all__ = ["Aim", "AimConfig", "DraftGate", "Realised"]
@@ -102,17 +102,19 @@ class Aim:
     def lengths(self, state: ScheduleState) -> np.ndarray:
         """[R] int64 drafts to propose."""
         load = self._load(state.num_requests)
-        self._wanted, self._waits, self._unlikely = False, False, 0.0
-        chosen = None
-        if load.gate.resting or load.gate.pausing:
+        gate, chosen = load.gate, None
+        self._waits, self._unlikely = False, 0.0
+        if gate.resting or gate.pausing:
             pass  # a round that is to cost nothing
-        elif load.gate.trying and state.query_tokens > state.num_requests and load.prompts < _PROMPTS:
+        elif not gate.trying:
+            chosen = self._pays(load, state)
+        elif state.query_tokens > state.num_requests and load.prompts < _PROMPTS:
             # Prompts in a round hide what a trial in it costs: better wait for one without, if there is to be one.
-            self._choose(load, state.behind_prompts(self.gamma))
+            self._try(load, state.behind_prompts(self.gamma))
             self._waits = not self._unlikely
         else:
-            chosen = self._choose(load, state)
-            self._wanted = chosen is not None
+            chosen = self._try(load, state)
+        self._wanted = chosen is not None
         return np.zeros(state.num_requests, dtype=np.int64) if chosen is None else chosen
 
     def observe(
@@ -125,92 +127,110 @@ class Aim:
     ) -> None:
         """File a round. `survival` as `loops.usable` leaves it."""
         load = self._load(state.num_requests)
+        gate = load.gate
         self._round += 1
         load.often = load.often * _RECENT ** (self._round - load.met) + (1 - _RECENT)
         load.met = self._round
         if self._waits:
             load.prompts += 1
-            return
-        if self._unlikely:
-            load.gate.put_off(self._unlikely)
-            load.gate.observe(False, False)
-            return
-        if load.gate.pausing or not (load.gate.on or self._wanted):
-            load.gate.observe(False, False)
-            return
-        ours = state.modelled(drafted), state.modelled(scheduled), state.modelled(accepted)
-        some = np.count_nonzero(ours[0])
-        if not some and not np.count_nonzero(state.modelled(state.room)):
-            return
-        tried = load.gate.trying
+        elif self._unlikely:
+            gate.put_off(self._unlikely)
+            gate.observe(False, False)
+        elif gate.pausing or not (gate.on or self._wanted):
+            gate.observe(False, False)
+        elif np.count_nonzero(state.modelled(drafted)):
+            self._begin(load)
+            self._learn(load, state, survival, drafted, scheduled, accepted)
+        elif np.count_nonzero(state.modelled(state.room)):
+            self._begin(load)
+            gate.observe(self._wanted, False)
+
+    def took(self, state: ScheduleState, requests: int, drafts: int, draft_s: float) -> None:
+        """Seconds of a draft beyond its price are lost: the first draft of a trial catches up with whole prompts."""
+        late = draft_s - self.cost.draft_price(requests, drafts) if requests else 0.0
+        if late > 0:
+            plain = self.cost.step_price(state.num_requests, state.num_requests, state.context)
+            self._load(state.num_requests).gate.lose(late / plain)
+
+    def _begin(self, load: _Load) -> None:
+        """A round in which drafting was possible."""
         load.prompts = 0
         if self._wanted and not load.gate.on:  # nothing is known of rounds long past
             load.tried, load.realised = Realised(self.config.memory), Realised(self.config.memory)
-        if not some:
-            load.gate.observe(self._wanted, False)
-            return
+
+    def _learn(
+        self,
+        load: _Load,
+        state: ScheduleState,
+        survival: np.ndarray | None,
+        drafted: np.ndarray,
+        scheduled: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """From a round with drafts of a model: what comes of them, and what they were worth."""
         self._confident = survival is not None
         self._rounds += 1
-        if survival is not None and state.free is not None:
-            survival = np.where(state.free[:, None] > 0, NO_DRAFT, survival)
-        self.history.observe(state.uids, survival, *ours)
-        requests, drafts, rows, won, longest = tally(*ours)
-        self._reach = max(self._reach - 1 / _REACH, float(longest))
-        copied, without = 0, state.outputs
+        ours, copied, without = (drafted, scheduled, accepted), 0, state.outputs
         if state.free is not None:  # copies are verified either way
-            copied = totals(scheduled)[1] - rows
-            without += totals(accepted)[1] - won
-        seconds = self.seconds(state, copied + rows)
-        with_drafts = float(seconds[copied + rows]) + self.cost.draft_price(requests, drafts)
-        worth, tokens = without * with_drafts / float(seconds[copied]), without + won
-        (load.tried if tried else load.realised).add(tokens, worth, max(without, 1))
-        if self._before_widening is not None:
-            within, more_drafts, more_rows, further = beyond(*ours, self._before_widening)
-            narrower = float(seconds[copied + rows - more_rows])
-            narrower += self.cost.draft_price(within, drafts - more_drafts)
-            net = further - (with_drafts - narrower) * tokens / with_drafts
+            ours = state.modelled(drafted), state.modelled(scheduled), state.modelled(accepted)
+            copied = totals(scheduled)[1] - totals(ours[1])[1]
+            without += totals(accepted)[1] - totals(ours[2])[1]
+            if survival is not None:
+                survival = np.where(state.free[:, None] > 0, NO_DRAFT, survival)
+        self.history.observe(state.uids, survival, *ours)
+        base = self._before_widening
+        (requests, drafts, rows, won, longest), further = tally_outcomes(
+            *ours, ours[0] if base is None else base
+        )
+        self._reach = max(self._reach - 1 / _REACH, float(longest))
+        seconds, tokens = self.seconds(state, copied + rows), without + won
+        with_drafts = seconds.item(copied + rows) + self.cost.draft_price(requests, drafts)
+        worth, decoding = without * with_drafts / seconds.item(copied), max(without, 1)
+        if base is not None:
+            outside, more_drafts, more_rows, more_tokens = further
+            narrower = seconds.item(copied + rows - more_rows)
+            narrower += self.cost.draft_price(requests - outside, drafts - more_drafts)
+            net = more_tokens - (with_drafts - narrower) * tokens / with_drafts
             load.widening += _WIDENING_FADES * (net - load.widening)
-        load.gate.observe(True, True, (worth - tokens) / max(without, 1))
+        (load.tried if load.gate.trying else load.realised).add(tokens, worth, decoding)
+        load.gate.observe(True, True, (worth - tokens) / decoding)
 
-    def took(self, state: ScheduleState, drafted: np.ndarray, draft_s: float) -> None:
-        """Seconds of a draft beyond its price are lost: the first draft of a trial catches up with whole prompts."""
-        requests, drafts = totals(state.modelled(drafted))
-        if requests:
-            late = draft_s - self.cost.draft_price(requests, drafts)
-            if late > 0:
-                plain = self.cost.step_price(state.num_requests, state.num_requests, state.context)
-                self._load(state.num_requests).gate.lose(late / plain)
-
-    def _choose(self, load: _Load, state: ScheduleState) -> np.ndarray | None:
+    def _try(self, load: _Load, state: ScheduleState) -> np.ndarray | None:
+        """Drafts of a trial, unless nothing known speaks for it."""
         room = state.modelled(state.room)
         if not np.count_nonzero(room):
             return None
-        if load.gate.trying:
-            hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
-            gain, lengths = self._best(load, state, room, hopeful)
-            if gain <= 1:
-                self._unlikely = math.inf
-                return None
-            if self._rounds < _BOLD:
-                return lengths
-            # Between hope and what is remembered: most trials are in vain, and cost.
-            known = self.history.survival(state.uids)
-            gain, lengths = self._best(load, state, room, (hopeful * known) ** 0.5)
-            under_way = load.gate.on and not load.gate.fresh
-            if gain <= 1 and not (under_way or load.gate.insists) and self._rounds >= _TAUGHT:
-                self._unlikely = math.inf
-            elif load.gate.fresh and self.config.acceptance:
-                expected, _ = self._best(load, state, room, known)
-                self._unlikely = max(0.0, 1 / expected - 1)
-            return None if self._unlikely else lengths
+        hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
+        gain, lengths = self._best(load, state, room, hopeful)
+        if gain <= 1:
+            self._unlikely = math.inf
+            return None
+        if self._rounds < _BOLD:
+            return lengths
+        # Between hope and what is remembered: most trials are in vain, and cost.
+        known = self.history.survival(state.uids)
+        gain, lengths = self._best(load, state, room, (hopeful * known) ** 0.5)
+        under_way = load.gate.on and not load.gate.fresh
+        if gain <= 1 and not (under_way or load.gate.insists) and self._rounds >= _TAUGHT:
+            self._unlikely = math.inf
+        elif load.gate.fresh and self.config.acceptance:
+            expected, _ = self._best(load, state, room, known)
+            self._unlikely = max(0.0, 1 / expected - 1)
+        return None if self._unlikely else lengths
+
+    def _pays(self, load: _Load, state: ScheduleState) -> np.ndarray | None:
+        """Drafts of a round outside a trial, if they are expected to pay."""
+        room = state.modelled(state.room)
+        if not np.count_nonzero(room):
+            return None
         gain, lengths = self._best(load, state, room, self.history.survival(state.uids))
-        doubt = self.config.doubt
-        seen = load.realised.at_best(doubt)
+        doubt, realised = self.config.doubt, load.realised
+        seen = realised.at_best(doubt)
         if gain < 1 < seen and self._confident:
             # The mean block does not pay, but confidences find those that do: as far as they lately reached.
             reach = min(1 + math.ceil(self._reach), self.gamma)
             lengths, self._before_widening = np.minimum(room, reach), None
-        if load.realised.rounds > 2 * load.gate.trial_rounds:
+        if realised.rounds > 2 * load.gate.trial_rounds:
             gain = seen if load.gate.on else min(gain, seen)
         else:
             gain = max(gain + doubt * load.tried.error, load.tried.at_best(doubt), seen)
@@ -234,7 +254,9 @@ class Aim:
         if few == requests:
             return gain, wider
         some = np.empty_like(lengths)
-        drafts = widen(lengths, room, self.gamma, False, some)[1]  # the others are not worth a draft at this load
+        drafts = widen(lengths, room, self.gamma, False, some)[
+            1
+        ]  # the others are not worth a draft at this load
         without_them = worth / (verifying + self.cost.draft_price(few, drafts))
         return (without_them, some) if without_them >= gain else (gain, wider)
 

@@ -33,7 +33,8 @@ class Drift:
 
     def follow(self, ratio: float) -> None:
         """File measured over predicted."""
-        self._recent.append(min(max(math.log(ratio), -self._most), self._most) if ratio > 0 else -self._most)
+        most, log = self._most, math.log(ratio) if ratio > 0 else -self._most
+        self._recent.append(most if log > most else -most if log < -most else log)
         ordered = sorted(self._recent)
         last, middle = len(ordered) - 1, len(ordered) // 2
         self._step((ordered[middle] + ordered[last - middle]) / 2)
@@ -44,7 +45,8 @@ class Drift:
         self._step(0.0)
 
     def _step(self, goal: float) -> None:
-        self._log += min(max(goal - self._log, -STEP), STEP)
+        step = goal - self._log
+        self._log += STEP if step > STEP else -STEP if step < -STEP else step
         self.factor = math.exp(self._log)
 
 
@@ -63,7 +65,7 @@ class LiveCost:
 
     def __init__(self, base: CostModel) -> None:
         self.base = base
-        self._displaced = base.displacement
+        self._displaced, self._draft_terms = base.displacement, base.draft_terms
         self._plain, self._rows, self._draft = Drift(MOST), Drift(MOST_SHAPE), Drift(MOST)
         self._since_plain, self._undrafted = FRESH, SETTLED
         self._floor: tuple[int, int, float] = (
@@ -102,23 +104,32 @@ class LiveCost:
     def step_curve(self, num_requests: int, first: int, count: int, context: int) -> np.ndarray:
         plain, rows = self._plain.factor, self._rows.factor
         curve = self.base.step_curve(num_requests, first, count, context)
-        floor = self._plain_pass(num_requests, context) if rows != 1 else 0.0
+        if first == num_requests:
+            self._floor = num_requests, context, curve.item(0)
+        floor = self._plain_pass(num_requests, context)
         loops.rescale(curve, plain * rows, plain * (1 - rows) * floor)
         return curve
 
     def draft_price(self, num_requests: int, drafts: int) -> float:
-        price = self.base.draft_price(num_requests, drafts)
-        return self._draft.factor * (price - self._displaced) + self.displacement if price > 0 else 0.0
+        if not drafts:
+            return 0.0
+        return self._draft.factor * self._own(num_requests, drafts) + self._plain.factor * self._displaced
 
     @property
     def draft_terms(self) -> tuple[float, float, float]:
-        factor, (base, per_request, per_draft) = self._draft.factor, self.base.draft_terms
-        own = factor * (base - self._displaced)
-        return own + self.displacement, factor * per_request, factor * per_draft
+        factor, (base, per_request, per_draft) = self._draft.factor, self._draft_terms
+        displaced = self._displaced
+        own = factor * (base - displaced)
+        return own + self._plain.factor * displaced, factor * per_request, factor * per_draft
 
     @property
     def displacement(self) -> float:
         return self._plain.factor * self._displaced
+
+    def _own(self, num_requests: int, drafts: int) -> float:
+        """`base`'s price of a draft itself, without what its displacement costs the pass behind it."""
+        base, per_request, per_draft = self._draft_terms
+        return base + per_request * num_requests + per_draft * drafts - self._displaced
 
     def _plain_pass(self, num_requests: int, context: int) -> float:
         """`base`'s price of a pass without drafts: one round asks for it several times."""
@@ -128,17 +139,24 @@ class LiveCost:
         return self._floor[2]
 
     def observe(
-        self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
+        self,
+        state: ScheduleState,
+        drafted_for: int,
+        drafts: int,
+        budget: int,
+        draft_s: float,
+        step_s: float,
     ) -> None:
-        """Learn from a round of decoding; one that also processes prompts has other work in it."""
-        R, drafted = state.num_requests, state.modelled(drafted)
+        """Learn from a round of decoding; one that also processes prompts has other work in it.
+
+        `drafts` are a model's, of `drafted_for` requests; `budget` drafts were verified, copies among them.
+        """
+        R = state.num_requests
         if state.query_tokens != R or not R:
             return
-        drafted_for, drafts, budget, *_ = loops.tally(drafted, scheduled, scheduled)
         displacement = 0.0
         if drafted_for:
-            displacement = self._displaced
-            expected = self.base.draft_price(drafted_for, drafts) - displacement
+            displacement, expected = self._displaced, self._own(drafted_for, drafts)
             if expected > 0:
                 self._draft.follow(draft_s / expected)
         self._undrafted = 0 if drafted_for else self._undrafted + 1

@@ -152,7 +152,7 @@ class DraftGate:
 
     def passes(self, gain: float) -> bool:
         """`gain`: expected tokens per second with drafts, over those without."""
-        return self.trying or gain > (1.0 if self.on else 1 + self._config.hysteresis)
+        return gain > (1.0 if self.on else 1 + self._config.hysteresis)
 
     def lose(self, rounds: float) -> None:
         """Rounds of plain decoding that the last round cost besides what was filed."""
@@ -188,39 +188,31 @@ class DraftGate:
 
 
 class Realised:
-    """What drafted rounds brought over plain decoding: a ratio of decayed sums, with its standard error."""
+    """What drafted rounds brought over plain decoding: a ratio of decayed sums, with its standard error.
+
+    `gain`: tokens over their plain worth. `error`: its standard error (of a ratio of means, rounds taken as
+    independent). Both are 0 where nothing is known. A few rounds that went alike by chance do not make the error 0:
+    `_SUPPOSED` rounds that scatter as counts do, with the mean for a variance, are supposed beside them.
+    """
 
     def __init__(self, memory: float) -> None:
         self._memory = memory
+        self.gain = self.error = 0.0
         self._sums = (0.0,) * 7  # of w, w^2, and by w: tokens, their plain worth, their squares and product
         self._outcomes = 0.0
 
     def add(self, tokens: float, plain_worth: float, requests: int = 1) -> None:
         """File a round. `plain_worth`: tokens that plain decoding decides in the seconds it took."""
-        t, b = tokens, plain_worth
-        self._outcomes = self._memory * self._outcomes + requests
-        m, (w, w2, ts, bs, tt, tb, bb) = self._memory, self._sums
-        tokens_and_worth = m * ts + t, m * bs + b, m * tt + t * t, m * tb + t * b, m * bb + b * b
-        self._sums = m * w + 1.0, m * m * w2 + 1.0, *tokens_and_worth
-
-    @property
-    def gain(self) -> float:
-        """Tokens over their plain worth; 0 where nothing is known."""
-        return self._sums[2] / self._sums[3] if self._sums[3] > 0 else 0.0
-
-    @property
-    def error(self) -> float:
-        """Standard error of the gain (of a ratio of means, rounds taken as independent).
-
-        A few rounds that went alike by chance do not make it 0: `_SUPPOSED` rounds that scatter as counts do, with
-        the mean for a variance, are supposed beside them.
-        """
-        w, w2, t, b, tt, tb, bb = self._sums
-        if b <= 0:
-            return 0.0
-        g = self.gain
-        spread = (max(tt - 2 * g * tb + g * g * bb, 0.0) + _SUPPOSED * t / w) / (w + _SUPPOSED)
-        return math.sqrt(spread * w2) / b
+        m, t, b = self._memory, tokens, plain_worth
+        w, w2, ts, bs, tt, tb, bb = self._sums
+        w, w2, ts, bs = m * w + 1.0, m * m * w2 + 1.0, m * ts + t, m * bs + b
+        tt, tb, bb = m * tt + t * t, m * tb + t * b, m * bb + b * b
+        self._sums = w, w2, ts, bs, tt, tb, bb
+        self._outcomes = m * self._outcomes + requests
+        if bs > 0:
+            self.gain = g = ts / bs
+            spread = (max(tt - 2 * g * tb + g * g * bb, 0.0) + _SUPPOSED * ts / w) / (w + _SUPPOSED)
+            self.error = math.sqrt(spread * w2) / bs
 
     def at_best(self, doubt: float) -> float:
         """The gain, `doubt` standard errors up; more of them while it is young.

@@ -50,13 +50,11 @@ class RequestTable:
             self._found = asked
         return self._at
 
-    def use(self, uids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`find`, and one more round in which these requests took part: [R] rounds since each did before."""
+    def begin_round(self, uids: np.ndarray) -> np.ndarray:
+        """`find`, in one more round; whoever files it sets `seen` of these rows to `round`."""
         at = self.find(uids)
         self.round += 1
-        ages = np.empty(len(at), dtype=np.int64)
-        history_loops.touch(self.seen, at, self.round, ages)
-        return at, ages
+        return at
 
     def _locate(self, uids: np.ndarray) -> int:
         """How many of them have no row and could not be given one the usual way, behind the last."""
@@ -199,13 +197,15 @@ class AcceptanceHistory:
         if not np.count_nonzero(drafted):
             return
         table = self._table
-        at, ages = table.use(uids)
+        at, now = table.begin_round(uids), table.round
         self._expected = None
         if alive is None:
-            history_loops.file_outcomes(table.rows, at, ages, scheduled, accepted, self.decay, self._all)
+            history_loops.file_outcomes(
+                table.rows, table.seen, at, now, scheduled, accepted, self.decay, self._all
+            )
             return
         promised, won = history_loops.file_promises(
-            table.rows, at, ages, alive, scheduled, accepted, self.decay, self._all
+            table.rows, table.seen, at, now, alive, scheduled, accepted, self.decay, self._all
         )
         self._promised = self.decay * self._promised + promised
         self._accepted = self.decay * self._accepted + won

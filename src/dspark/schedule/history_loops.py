@@ -15,7 +15,6 @@ __all__ = [
     "file_promises",
     "find",
     "remembered",
-    "touch",
 ]
 
 
@@ -69,54 +68,51 @@ def expected(
 @compiled
 def file_promises(
     numbers: np.ndarray,
+    seen: np.ndarray,
     at: np.ndarray,
-    ages: np.ndarray,
+    now: int,
     alive: np.ndarray,
     scheduled: np.ndarray,
     accepted: np.ndarray,
     decay: float,
     total: np.ndarray,
 ) -> tuple[float, int]:
-    """Add a round's confidences to `numbers`, which fade by `decay` for each of the `ages` [R] rounds since the last,
-    and to `total` [2, gamma], which fades by one.
+    """Add a round's confidences to `numbers`, which fade by `decay` for each round since the last in which they were
+    `seen` [n], and to `total` [2, gamma], which fades by one.
 
     Accepted drafts that the survivals of the scheduled ones promise, and how many there were.
     """
     total *= decay
-    past, promised, won = numbers.shape[1] - 2, 0.0, 0
+    past, width, promised, won = numbers.shape[1] - 2, alive.shape[1], 0.0, 0
     for r in range(len(at)):
-        mine, before, left = numbers[at[r]], 1.0, fading(decay, ages[r])
+        mine, before, left = numbers[at[r]], 1.0, fading(decay, now - seen[at[r]])
+        seen[at[r]] = now
+        won += accepted[r]
+        some = width > 0 and alive[r, 0] != NO_DRAFT
         for k in range(numbers.shape[2]):
+            a = alive[r, k] if k < width else NO_DRAFT
             mine[0, k] *= left
             mine[1, k] *= left
-        won += accepted[r]
-        if alive.shape[1] == 0 or alive[r, 0] == NO_DRAFT:
-            continue
-        for age in range(past - 1, 0, -1):
-            mine[2 + age] = mine[1 + age]
-        if past:
-            mine[2] = np.nan
-        for k in range(min(alive.shape[1], numbers.shape[2])):
-            a = alive[r, k]
-            if a == NO_DRAFT:
-                break
-            mine[0, k] += before
-            mine[1, k] += a
-            total[0, k] += before
-            total[1, k] += a
-            if past:
-                mine[2, k] = a
-            if k < scheduled[r]:
-                promised += a
-            before = a
+            if some and past:
+                for age in range(past - 1, 0, -1):
+                    mine[2 + age, k] = mine[1 + age, k]
+                mine[2, k] = np.nan if a == NO_DRAFT else a
+            if a != NO_DRAFT:
+                mine[0, k] += before
+                mine[1, k] += a
+                total[0, k] += before
+                total[1, k] += a
+                promised += a if k < scheduled[r] else 0.0
+                before = a
     return promised, won
 
 
 @compiled
 def file_outcomes(
     numbers: np.ndarray,
+    seen: np.ndarray,
     at: np.ndarray,
-    ages: np.ndarray,
+    now: int,
     scheduled: np.ndarray,
     accepted: np.ndarray,
     decay: float,
@@ -125,7 +121,8 @@ def file_outcomes(
     """`file_promises` where there are none: scheduled slots as they turned out."""
     total *= decay
     for r in range(len(at)):
-        numbers[at[r], :2] *= fading(decay, ages[r])
+        numbers[at[r], :2] *= fading(decay, now - seen[at[r]])
+        seen[at[r]] = now
         for k in range(min(scheduled[r], accepted[r] + 1)):
             passed = k < accepted[r]
             numbers[at[r], 0, k] += 1.0
@@ -176,11 +173,3 @@ def find(
             at[r] = -1
             missing += 1
     return missing, n
-
-
-@compiled
-def touch(seen: np.ndarray, at: np.ndarray, now: int, ages: np.ndarray) -> None:
-    """Fill `ages` [R] with the rounds since each was last seen; now it is."""
-    for r in range(len(at)):
-        ages[r] = now - seen[at[r]]
-        seen[at[r]] = now

@@ -16,7 +16,6 @@ from dspark.compilation import compiled
 __all__ = [
     "NO_DRAFT",
     "best_to_draft",
-    "beyond",
     "count_batch",
     "counted",
     "early_stop",
@@ -29,6 +28,7 @@ __all__ = [
     "rescale",
     "stops_at_most_rate",
     "tally",
+    "tally_outcomes",
     "totals",
     "usable",
     "while_at_least",
@@ -241,32 +241,35 @@ def best_to_draft(
 
 
 @compiled
-def tally(
-    drafted: np.ndarray, scheduled: np.ndarray, accepted: np.ndarray
-) -> tuple[int, int, int, int, int]:
-    """Of a round's lengths [R]: requests with drafts, drafts, scheduled ones, accepted ones, the longest scheduled."""
+def tally(drafted: np.ndarray, scheduled: np.ndarray) -> tuple[int, int, int]:
+    """Of a round's lengths [R]: requests with drafts, drafts, and scheduled ones."""
+    requests, drafts, rows = 0, 0, 0
+    for r in range(len(drafted)):
+        requests += drafted[r] > 0
+        drafts += drafted[r]
+        rows += scheduled[r]
+    return requests, drafts, rows
+
+
+@compiled
+def tally_outcomes(
+    drafted: np.ndarray, scheduled: np.ndarray, accepted: np.ndarray, base: np.ndarray
+) -> tuple[tuple[int, int, int, int, int], tuple[int, int, int, int]]:
+    """`tally`, accepted drafts, and the longest length scheduled; then what lies beyond `base` [R]: requests with
+    drafts there alone, drafts, scheduled ones and accepted ones."""
     requests, drafts, rows, won, longest = 0, 0, 0, 0, 0
+    outside, more_drafts, more_rows, further = 0, 0, 0, 0
     for r in range(len(drafted)):
         requests += drafted[r] > 0
         drafts += drafted[r]
         rows += scheduled[r]
         won += accepted[r]
         longest = max(longest, scheduled[r])
-    return requests, drafts, rows, won, longest
-
-
-@compiled
-def beyond(
-    drafted: np.ndarray, scheduled: np.ndarray, accepted: np.ndarray, base: np.ndarray
-) -> tuple[int, int, int, int]:
-    """Requests with drafts within `base` [R]; and drafts, scheduled ones and accepted ones beyond it."""
-    within, drafts, rows, won = 0, 0, 0, 0
-    for r in range(len(drafted)):
-        within += min(drafted[r], base[r]) > 0
-        drafts += max(drafted[r] - base[r], 0)
-        rows += max(scheduled[r] - base[r], 0)
-        won += max(accepted[r] - base[r], 0)
-    return within, drafts, rows, won
+        outside += base[r] == 0 and drafted[r] > 0
+        more_drafts += max(drafted[r] - base[r], 0)
+        more_rows += max(scheduled[r] - base[r], 0)
+        further += max(accepted[r] - base[r], 0)
+    return (requests, drafts, rows, won, longest), (outside, more_drafts, more_rows, further)
 
 
 @compiled

@@ -26,7 +26,7 @@ from dspark.schedule.aim import Aim, AimConfig
 from dspark.schedule.base import Dependence, Observer, Policy, Resting, ScheduleState, Timed
 from dspark.schedule.cost import CostModel
 from dspark.schedule.feedback import LiveCost
-from dspark.schedule.loops import totals, while_at_least
+from dspark.schedule.loops import tally, totals, while_at_least
 from dspark.schedule.search import Curve, Ranking, best_budget, early_stop, fill_upwards, rank
 
 __all__ = [
@@ -139,7 +139,7 @@ class _Adaptive(ABC):
     def verify_lengths(
         self, state: ScheduleState, survival: np.ndarray | None, drafted: np.ndarray
     ) -> np.ndarray:
-        if survival is None or not np.count_nonzero(drafted):
+        if survival is None:
             return drafted
         ranking = rank(survival, drafted)
         self._seen = survival, ranking.alive
@@ -166,8 +166,9 @@ class _Adaptive(ABC):
         if isinstance(self.cost, LiveCost):
             if self.aim.gate(state.num_requests).deaf:
                 return
-            self.aim.took(state, drafted, draft_s)
-            self.cost.observe(state, drafted, scheduled, draft_s, step_s)
+            requests, drafts, rows = tally(state.modelled(drafted), scheduled)
+            self.aim.took(state, requests, drafts, draft_s)
+            self.cost.observe(state, requests, drafts, rows, draft_s, step_s)
             self.aim.forget_prices()
 
     @abstractmethod
