@@ -6,7 +6,7 @@ import numpy as np
 
 from dspark.schedule.base import Dependence, ScheduleState
 from dspark.schedule.policies import LaggedScheduler
-from dspark.schedule.search import Curve, Ranking, best_budget, early_stop, rank, stops_at_best
+from dspark.schedule.search import Curve, Ranking, best_budget, early_stop, stops_at_best
 
 __all__ = ["AutoScheduler"]
 
@@ -37,4 +37,4 @@ class AutoScheduler(LaggedScheduler):
     @staticmethod
     def _like(curve: Curve, survival: np.ndarray, drafted: np.ndarray) -> Curve:
         """The curve of other survivals at the same prices."""
-        return Curve(rank(survival, drafted), curve.outputs, curve.seconds, curve.spent)
+        return Curve(Ranking(survival, drafted), curve.outputs, curve.seconds, curve.spent)

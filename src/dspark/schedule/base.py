@@ -59,14 +59,14 @@ class ScheduleState:
         return len(self.uids)
 
     @cached_property
-    def _totals(self) -> tuple[int, int, int, int]:
+    def totals(self) -> tuple[int, int, int, int]:
         """Rows without any draft; requests that decode; cached positions of all, and of these."""
         return loops.count_batch(self.pending, self.samples, self.context_lens)
 
     @property
     def query_tokens(self) -> int:
         """Rows of the pass without any draft."""
-        return self._totals[0]
+        return self.totals[0]
 
     @property
     def outputs(self) -> int:
@@ -74,12 +74,7 @@ class ScheduleState:
 
         A request decodes with one row and one token: neither a prompt nor a part of one.
         """
-        return self._totals[1]
-
-    @property
-    def decoding_context(self) -> int:
-        """Cached positions of the decoding requests together."""
-        return self._totals[3]
+        return self.totals[1]
 
     @property
     def may_look(self) -> bool:
@@ -91,7 +86,7 @@ class ScheduleState:
     @property
     def context(self) -> int:
         """Cached positions of all requests together."""
-        return self._totals[2]
+        return self.totals[2]
 
 
 class Policy(Protocol):

@@ -56,12 +56,12 @@ def expected(
     `numbers` [n, 2 + past, gamma]: reached, passed, and what was promised; a row fades by `decay` for each round
     since it was last `seen` [n]. It leans on the mean of all requests, see `conditional`.
     """
-    mean = conditional(total, prior, known, weight)
+    assumed = weight * conditional(total, prior, known, weight)
     for r in range(len(at)):
         alive, left = trust, fading(decay, now - seen[at[r]])
-        for k in range(len(mean)):
+        for k in range(len(assumed)):
             reached, passed = left * numbers[at[r], 0, k], left * numbers[at[r], 1, k]
-            alive *= (passed + weight * mean[k]) / (reached + weight)
+            alive *= (passed + assumed[k]) / (reached + weight)
             out[r, k] = min(alive, 1.0)
 
 
@@ -83,27 +83,34 @@ def file_promises(
     Accepted drafts that the survivals of the scheduled ones promise, and how many there were.
     """
     total *= decay
-    past, width, promised, won = numbers.shape[1] - 2, alive.shape[1], 0.0, 0
+    past, gamma, width, promised, won = numbers.shape[1] - 2, numbers.shape[2], alive.shape[1], 0.0, 0
     for r in range(len(at)):
-        mine, before, left = numbers[at[r]], 1.0, fading(decay, now - seen[at[r]])
-        seen[at[r]] = now
+        i, before, left = at[r], 1.0, fading(decay, now - seen[at[r]])
+        seen[i] = now
         won += accepted[r]
-        some = width > 0 and alive[r, 0] != NO_DRAFT
-        for k in range(numbers.shape[2]):
-            a = alive[r, k] if k < width else NO_DRAFT
-            mine[0, k] *= left
-            mine[1, k] *= left
-            if some and past:
-                for age in range(past - 1, 0, -1):
-                    mine[2 + age, k] = mine[1 + age, k]
-                mine[2, k] = np.nan if a == NO_DRAFT else a
-            if a != NO_DRAFT:
-                mine[0, k] += before
-                mine[1, k] += a
-                total[0, k] += before
-                total[1, k] += a
-                promised += a if k < scheduled[r] else 0.0
-                before = a
+        for k in range(
+            gamma
+        ):  # numbers of two indices each: a row as an array of its own takes longer than its loop
+            numbers[i, 0, k] *= left
+            numbers[i, 1, k] *= left
+        if width == 0 or alive[r, 0] == NO_DRAFT:
+            continue
+        for age in range(past - 1, -1, -1):
+            for k in range(gamma):
+                numbers[i, 2 + age, k] = numbers[i, 1 + age, k] if age else np.nan
+        for k in range(min(width, gamma)):
+            a = alive[r, k]
+            if a == NO_DRAFT:
+                break
+            numbers[i, 0, k] += before
+            numbers[i, 1, k] += a
+            total[0, k] += before
+            total[1, k] += a
+            if past:
+                numbers[i, 2, k] = a
+            if k < scheduled[r]:
+                promised += a
+            before = a
     return promised, won
 
 

@@ -30,7 +30,8 @@ class Line:
     def at(self, x: int) -> float:
         """The value at one whole number."""
         table = self._whole if x < len(self._whole) else self.whole(x + 1)
-        return float(table.item(x))
+        value: float = table.item(x)
+        return value
 
     def whole(self, count: int) -> np.ndarray:
         """The values at 0, 1, ..., `count` of them or more: to be read only."""

@@ -19,9 +19,7 @@ __all__ = [
     "count_batch",
     "counted",
     "early_stop",
-    "keep_candidates",
     "lengths",
-    "mark_first_slots",
     "most_rate",
     "nobody_minds",
     "priced",
@@ -82,28 +80,32 @@ def counted(survival: float, before: float) -> float:
 
 
 @compiled
-def keep_candidates(survival: np.ndarray, drafted: np.ndarray, alive: np.ndarray) -> int:
-    """`usable` without a copy to be sorted."""
-    candidates = 0
-    for r in range(len(survival)):
-        before = 1.0
-        for k in range(survival.shape[1]):
-            if k >= drafted[r]:
-                alive[r, k] = NO_DRAFT
-                continue
-            before = counted(survival[r, k], before)
-            alive[r, k] = before
-            candidates += 1
-    return candidates
-
-
-@compiled
-def usable(survival: np.ndarray, drafted: np.ndarray, alive: np.ndarray, values: np.ndarray) -> int:
+def usable(
+    survival: np.ndarray, drafted: np.ndarray, marked: bool, alive: np.ndarray, values: np.ndarray
+) -> tuple[int, int]:
     """Fill `alive` [R, gamma] with the survivals as they are `counted`, and `values` [R * gamma] with the same, to be
-    sorted: how many candidates."""
-    candidates = keep_candidates(survival, drafted, alive)
-    values[:] = alive.ravel()
-    return candidates
+    sorted: how many requests have candidates, and how many candidates there are.
+
+    If `marked`, the lowest bit of each number tells whether it is a first slot. A request comes in with its first slot,
+    so what follows from sorted survivals alone has to tell which those are. That moves survivals by 1 in 2^52, and two
+    that were as near as that tie, the first slot first.
+    """
+    R, gamma = survival.shape
+    requests, candidates, bits = 0, 0, alive.view(np.int64)
+    for r in range(R):
+        before = 1.0
+        requests += drafted[r] > 0 and gamma > 0
+        for k in range(gamma):
+            if k < drafted[r]:
+                before = counted(survival[r, k], before)
+                alive[r, k] = before
+                if marked:
+                    bits[r, k] = (bits[r, k] & -2) | (k == 0)
+                candidates += 1
+            else:
+                alive[r, k] = NO_DRAFT
+            values[r * gamma + k] = alive[r, k]
+    return requests, candidates
 
 
 @compiled
@@ -123,22 +125,6 @@ def while_at_least(
                 break
             out[r] += 1
             before = a
-
-
-@compiled
-def mark_first_slots(survival: np.ndarray, room: np.ndarray, alive: np.ndarray, values: np.ndarray) -> int:
-    """`usable`, with the lowest bit of each number telling whether it is a first slot.
-
-    A request comes in with its first slot, so what follows from sorted survivals alone has to tell which those are.
-    That moves survivals by 1 in 2^52, and two that were as near as that tie, the first slot first.
-    """
-    candidates = keep_candidates(survival, room, alive)
-    bits = alive.view(np.int64)
-    for r in range(len(alive)):
-        for k in range(min(room[r], alive.shape[1])):
-            bits[r, k] = (bits[r, k] & -2) | (k == 0)
-    values[:] = alive.ravel()
-    return candidates
 
 
 @compiled
@@ -222,7 +208,7 @@ def best_to_draft(
     """Where drafting is still to be decided: the best budget of at least 1, its requests and its tokens; and fill `out`
     [R] with its `lengths`.
 
-    `alive` as `mark_first_slots` leaves them; `draft`: seconds of a draft, of each request in it and of each of its
+    `alive` as `usable` leaves them, marked; `draft`: seconds of a draft, of each request in it and of each of its
     tokens.
     """
     base, per_request, per_draft = draft

@@ -176,7 +176,10 @@ class _Adaptive(ABC):
         """Scheduled lengths [R] where there are drafts with confidences."""
 
     def _curve(self, state: ScheduleState, ranking: Ranking, drafted: np.ndarray) -> Curve:
-        spent = self.cost.draft_price(*totals(state.modelled(drafted)))
+        requests, drafts = ranking.requests, ranking.candidates
+        if state.free is not None:
+            requests, drafts = totals(state.modelled(drafted))
+        spent = self.cost.draft_price(requests, drafts)
         return Curve(ranking, state.outputs, self.aim.seconds(state, len(ranking)), spent)
 
 

@@ -11,7 +11,6 @@ ranked one by one: the values are sorted, and `loops.py` does the rest.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 
 import numpy as np
 
@@ -38,16 +37,14 @@ class Ranking:
     Args:
         survival: [R, gamma] float64, contiguous.
         drafted: [R] slots that are candidates.
-        fill: `loops.usable`, or what does the same and more.
+        marked: first slots are told apart, see `loops.usable`.
     """
 
-    __slots__ = ("alive", "ascending", "candidates")
+    __slots__ = ("alive", "ascending", "candidates", "requests")
 
-    def __init__(
-        self, survival: np.ndarray, drafted: np.ndarray, fill: Callable[..., int] = loops.usable
-    ) -> None:
+    def __init__(self, survival: np.ndarray, drafted: np.ndarray, marked: bool = False) -> None:
         self.alive, self.ascending = np.empty(survival.shape), np.empty(survival.size)
-        self.candidates = fill(survival, drafted, self.alive, self.ascending)
+        self.requests, self.candidates = loops.usable(survival, drafted, marked, self.alive, self.ascending)
         self.ascending.sort()  # what is no candidate comes first
 
     def __len__(self) -> int:
@@ -85,23 +82,17 @@ class Curve:
     __slots__ = ("outputs", "ranking", "seconds", "spent")
 
     def __init__(self, ranking: Ranking, outputs: int, seconds: np.ndarray, spent: float = 0.0) -> None:
-        self.ranking, self.outputs, self.seconds, self.spent = ranking, outputs, seconds, spent
+        self.ranking, self.outputs, self.seconds, self.spent = ranking, float(outputs), seconds, spent
 
     @property
     def tokens(self) -> np.ndarray:
         """[N + 1] tau."""
-        return np.cumsum(np.append(float(self.outputs), self.ranking.survival))
+        return np.cumsum(np.append(self.outputs, self.ranking.survival))
 
     @property
     def rate(self) -> np.ndarray:
         """[N + 1] Theta, expected tokens per second."""
         return self.tokens / (self.seconds[: len(self.ranking) + 1] + self.spent)
-
-    @property
-    def searched(self) -> tuple[np.ndarray, int, float, np.ndarray, float]:
-        """What a search goes through."""
-        ranking = self.ranking
-        return ranking.ascending, ranking.candidates, float(self.outputs), self.seconds, self.spent
 
 
 def rank(survival: np.ndarray, drafted: np.ndarray) -> Ranking:
@@ -120,12 +111,12 @@ def decoding_curve(state: ScheduleState, cost: CostModel, most: int) -> np.ndarr
     of Theta they would make every draft look nearly free: faster rounds would seem to spread them over more tokens,
     but the answers end sooner, the next prompts come sooner, and a token bears as much of them as before.
     """
-    R, rows, decoding = state.num_requests, state.query_tokens, state.outputs
-    seconds = cost.step_curve(R, rows, most + 1, state.context)
+    R, (rows, decoding, context, decoding_context) = len(state.uids), state.totals
+    seconds = cost.step_curve(R, rows, most + 1, context)
     if rows == R:
         return seconds
-    alone = cost.step_price(decoding, decoding, state.decoding_context)
-    return seconds - max(cost.step_price(R, rows, state.context) - alone, 0.0)
+    alone = cost.step_price(decoding, decoding, decoding_context)
+    return seconds - max(cost.step_price(R, rows, context) - alone, 0.0)
 
 
 def early_stop(curve: Curve, min_gain: float = 0.0) -> int:
@@ -134,17 +125,24 @@ def early_stop(curve: Curve, min_gain: float = 0.0) -> int:
     With `min_gain` g a token counts 1 / (1 + g) in the test: it must bring (1 + g) times what its time is worth
     at the present rate. As part of the stop test this keeps the decision CAUSAL.
     """
-    return loops.early_stop(*curve.searched, float(min_gain))
+    ranking, gain = curve.ranking, float(min_gain)
+    return loops.early_stop(
+        ranking.ascending, ranking.candidates, curve.outputs, curve.seconds, curve.spent, gain
+    )
 
 
 def best_budget(curve: Curve) -> int:
     """Unconstrained search: the smallest budget of the largest Theta."""
-    return loops.most_rate(*curve.searched)
+    ranking = curve.ranking
+    return loops.most_rate(ranking.ascending, ranking.candidates, curve.outputs, curve.seconds, curve.spent)
 
 
 def stops_at_best(curve: Curve) -> bool:
     """`early_stop` finds the budget that `best_budget` does."""
-    return loops.stops_at_most_rate(*curve.searched)
+    ranking = curve.ranking
+    return loops.stops_at_most_rate(
+        ranking.ascending, ranking.candidates, curve.outputs, curve.seconds, curve.spent
+    )
 
 
 def best_to_draft(
@@ -155,7 +153,7 @@ def best_to_draft(
     And that budget, how many requests have some of it, and its expected tokens. `survival` [R, gamma] expected,
     `room` [R], of which no more than gamma count, `seconds` [sum of room + 1] or longer of the pass by budget.
     """
-    ranking, lengths = Ranking(survival, room, loops.mark_first_slots), np.empty(len(room), dtype=np.int64)
+    ranking, lengths = Ranking(survival, room, marked=True), np.empty(len(room), dtype=np.int64)
     candidates, prices = ranking.candidates, cost.draft_terms
     budget, requests, tokens = loops.best_to_draft(
         ranking.alive, ranking.ascending, candidates, float(outputs), seconds, prices, lengths
