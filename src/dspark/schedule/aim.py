@@ -28,6 +28,7 @@ _RECENT = 0.99  # memory a round of how often a load is met
 _OFTEN = (
     0.25  # share of recent rounds from which on what pays at a load is worth being followed for at others
 )
+_Lengths = tuple[np.ndarray, np.ndarray, np.ndarray]  # [R] each: drafted, scheduled, accepted
 _TAUGHT = 24  # drafted rounds, at any load, behind which no trial is made on hope alone
 
 
@@ -103,7 +104,7 @@ class Aim:
         """[R] int64 drafts to propose."""
         load = self._load(state.num_requests)
         gate, chosen = load.gate, None
-        self._waits, self._unlikely = False, 0.0
+        self._waits, self._unlikely, self._before_widening = False, 0.0, None
         if gate.resting or gate.pausing:
             pass  # a round that is to cost nothing
         elif not gate.trying:
@@ -138,12 +139,8 @@ class Aim:
             gate.observe(False, False)
         elif gate.pausing or not (gate.on or self._wanted):
             gate.observe(False, False)
-        elif np.count_nonzero(state.modelled(drafted)):
-            self._begin(load)
-            self._learn(load, state, survival, drafted, scheduled, accepted)
-        elif np.count_nonzero(state.modelled(state.room)):
-            self._begin(load)
-            gate.observe(self._wanted, False)
+        else:
+            self._file(load, state, survival, (drafted, scheduled, accepted))
 
     def took(self, state: ScheduleState, requests: int, drafts: int, draft_s: float) -> None:
         """Seconds of a draft beyond its price are lost: the first draft of a trial catches up with whole prompts."""
@@ -152,37 +149,34 @@ class Aim:
             plain = self.cost.step_price(state.num_requests, state.num_requests, state.context)
             self._load(state.num_requests).gate.lose(late / plain)
 
-    def _begin(self, load: _Load) -> None:
-        """A round in which drafting was possible."""
-        load.prompts = 0
-        if self._wanted and not load.gate.on:  # nothing is known of rounds long past
-            load.tried, load.realised = Realised(self.config.memory), Realised(self.config.memory)
-
-    def _learn(
-        self,
-        load: _Load,
-        state: ScheduleState,
-        survival: np.ndarray | None,
-        drafted: np.ndarray,
-        scheduled: np.ndarray,
-        accepted: np.ndarray,
+    def _file(
+        self, load: _Load, state: ScheduleState, survival: np.ndarray | None, lengths: _Lengths
     ) -> None:
-        """From a round with drafts of a model: what comes of them, and what they were worth."""
-        self._confident = survival is not None
-        self._rounds += 1
-        ours, copied, without = (drafted, scheduled, accepted), 0, state.outputs
-        if state.free is not None:  # copies are verified either way
-            ours = state.modelled(drafted), state.modelled(scheduled), state.modelled(accepted)
-            copied = totals(scheduled)[1] - totals(ours[1])[1]
-            without += totals(accepted)[1] - totals(ours[2])[1]
-            if survival is not None:
-                survival = np.where(state.free[:, None] > 0, NO_DRAFT, survival)
-        self.history.observe(state.uids, survival, *ours)
-        base = self._before_widening
+        """A round that was open to drafts: what came of those of a model, and what they were worth."""
+        ours, base = lengths, self._before_widening
+        if state.free is not None:
+            ours = state.modelled(ours[0]), state.modelled(ours[1]), state.modelled(ours[2])
         (requests, drafts, rows, won, longest), further = tally_outcomes(
             *ours, ours[0] if base is None else base
         )
-        self._reach = max(self._reach - 1 / _REACH, float(longest))
+        if not requests and not state.open_to_model:
+            return
+        load.prompts = 0
+        if self._wanted and not load.gate.on:  # nothing is known of rounds long past
+            load.tried, load.realised = Realised(self.config.memory), Realised(self.config.memory)
+        if not requests:
+            load.gate.observe(self._wanted, False)
+            return
+        copied, without = 0, state.outputs
+        if state.free is not None:  # copies are verified either way
+            copied, without = totals(lengths[1])[1] - rows, without + totals(lengths[2])[1] - won
+            if survival is not None:
+                survival = np.where(state.free[:, None] > 0, NO_DRAFT, survival)
+        self.history.observe(state.uids, survival, *ours)
+        self._confident = survival is not None
+        self._rounds += 1
+        reach = self._reach - 1 / _REACH
+        self._reach = reach if reach > longest else float(longest)
         seconds, tokens = self.seconds(state, copied + rows), without + won
         with_drafts = seconds.item(copied + rows) + self.cost.draft_price(requests, drafts)
         worth, decoding = without * with_drafts / seconds.item(copied), max(without, 1)
@@ -197,9 +191,9 @@ class Aim:
 
     def _try(self, load: _Load, state: ScheduleState) -> np.ndarray | None:
         """Drafts of a trial, unless nothing known speaks for it."""
-        room = state.modelled(state.room)
-        if not np.count_nonzero(room):
+        if not state.open_to_model:
             return None
+        room = state.modelled(state.room)
         hopeful = np.tile(self.config.hope ** np.arange(1.0, self.gamma + 1), (len(room), 1))
         gain, lengths = self._best(load, state, room, hopeful)
         if gain <= 1:
@@ -220,9 +214,9 @@ class Aim:
 
     def _pays(self, load: _Load, state: ScheduleState) -> np.ndarray | None:
         """Drafts of a round outside a trial, if they are expected to pay."""
-        room = state.modelled(state.room)
-        if not np.count_nonzero(room):
+        if not state.open_to_model:
             return None
+        room = state.modelled(state.room)
         gain, lengths = self._best(load, state, room, self.history.survival(state.uids))
         doubt, realised = self.config.doubt, load.realised
         seen = realised.at_best(doubt)
@@ -244,7 +238,6 @@ class Aim:
         lengths, budget, few, tokens = best_to_draft(survival, room, outputs, seconds, self.cost)
         worth = tokens * seconds.item(0) / max(outputs, 1)
         verifying = seconds.item(budget)
-        self._before_widening = None
         if not self._confident or (load.widening < 0 and self._rounds % _WIDER):
             return worth / (verifying + self.cost.draft_price(few, budget)), lengths
         self._before_widening = lengths
@@ -262,8 +255,9 @@ class Aim:
 
     def _load(self, num_requests: int) -> _Load:
         size = num_requests.bit_length()
-        if size not in self._loads:
+        load = self._loads.get(size)
+        if load is None:
             memory, rounds = self.config.memory, -(-self.config.trial_rounds // max(1, 2 ** (size - 1)))
             gate = DraftGate(self.config, max(_SHORTEST, rounds), isinstance(self.cost, LiveCost))
-            self._loads[size] = _Load(gate, Realised(memory), Realised(memory))
-        return self._loads[size]
+            load = self._loads[size] = _Load(gate, Realised(memory), Realised(memory))
+        return load

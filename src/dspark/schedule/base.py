@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -58,10 +57,17 @@ class ScheduleState:
     def num_requests(self) -> int:
         return len(self.uids)
 
-    @cached_property
-    def totals(self) -> tuple[int, int, int, int]:
-        """Rows without any draft; requests that decode; cached positions of all, and of these."""
-        return loops.count_batch(self.pending, self.samples, self.context_lens)
+    @property
+    def totals(self) -> tuple[int, int, int, int, int, bool]:
+        """What follows of them together, see `loops.count_batch`: counted once, whoever asks for some of it."""
+        known: tuple[int, int, int, int, int, bool] | None = self.__dict__.get("_totals")
+        if (
+            known is None
+        ):  # `cached_property` takes a lock up to Python 3.11, which takes longer than the counting
+            known = self.__dict__["_totals"] = loops.count_batch(
+                self.room, self.context_lens, self.pending, self.samples, self.tolerates_live, self.free
+            )
+        return known
 
     @property
     def query_tokens(self) -> int:
@@ -77,11 +83,14 @@ class ScheduleState:
         return self.totals[1]
 
     @property
+    def open_to_model(self) -> int:
+        """Requests that a model may draft for."""
+        return self.totals[4]
+
+    @property
     def may_look(self) -> bool:
         """Every row that can have drafts stays exact even if the schedule looks at the block it schedules."""
-        if self.tolerates_live is None:
-            return False
-        return loops.nobody_minds(self.tolerates_live, self.room)
+        return self.totals[5]
 
     @property
     def context(self) -> int:

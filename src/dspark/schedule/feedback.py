@@ -104,9 +104,11 @@ class LiveCost:
     def step_curve(self, num_requests: int, first: int, count: int, context: int) -> np.ndarray:
         plain, rows = self._plain.factor, self._rows.factor
         curve = self.base.step_curve(num_requests, first, count, context)
-        if first == num_requests:
-            self._floor = num_requests, context, curve.item(0)
-        floor = self._plain_pass(num_requests, context)
+        if first == num_requests:  # it begins with the plain pass
+            floor = curve.item(0)
+            self._floor = num_requests, context, floor
+        else:
+            floor = self._plain_pass(num_requests, context)
         loops.rescale(curve, plain * rows, plain * (1 - rows) * floor)
         return curve
 
@@ -133,10 +135,11 @@ class LiveCost:
 
     def _plain_pass(self, num_requests: int, context: int) -> float:
         """`base`'s price of a pass without drafts: one round asks for it several times."""
-        if self._floor[:2] != (num_requests, context):
+        known_requests, known_context, price = self._floor
+        if known_requests != num_requests or known_context != context:
             price = self.base.step_price(num_requests, num_requests, context)
             self._floor = num_requests, context, price
-        return self._floor[2]
+        return price
 
     def observe(
         self,

@@ -21,7 +21,6 @@ __all__ = [
     "early_stop",
     "lengths",
     "most_rate",
-    "nobody_minds",
     "priced",
     "rescale",
     "stops_at_most_rate",
@@ -48,10 +47,17 @@ def totals(lengths: np.ndarray) -> tuple[int, int]:
 
 @compiled
 def count_batch(
-    pending: np.ndarray | None, samples: np.ndarray | None, context: np.ndarray
-) -> tuple[int, int, int, int]:
-    """Rows without any draft; requests that decode (one row, one token); cached positions of all, and of these."""
+    room: np.ndarray,
+    context: np.ndarray,
+    pending: np.ndarray | None,
+    samples: np.ndarray | None,
+    tolerates_live: np.ndarray | None,
+    free: np.ndarray | None,
+) -> tuple[int, int, int, int, int, bool]:
+    """Rows without any draft; requests that decode (one row, one token); cached positions of all, and of these;
+    requests that a model may draft for; whether all that have room for drafts tolerate LIVE."""
     rows, decoding, cached, decoding_cached = 0, 0, 0, 0
+    open_to_model, nobody_minds = 0, tolerates_live is not None
     for r in range(len(context)):
         mine = 1 if pending is None else pending[r]
         rows += mine
@@ -59,16 +65,10 @@ def count_batch(
         if mine == 1 and (samples is None or samples[r]):
             decoding += 1
             decoding_cached += int(context[r])
-    return rows, decoding, cached, decoding_cached
-
-
-@compiled
-def nobody_minds(tolerates_live: np.ndarray, room: np.ndarray) -> bool:
-    """Every row with room for drafts stays exact whatever the schedule looks at."""
-    for r in range(len(room)):  # noqa: SIM110 (plain for Numba)
-        if room[r] > 0 and not tolerates_live[r]:
-            return False
-    return True
+        if room[r] > 0:
+            open_to_model += free is None or free[r] <= 0
+            nobody_minds &= tolerates_live is not None and tolerates_live[r]
+    return rows, decoding, cached, decoding_cached, open_to_model, nobody_minds
 
 
 @compiled

@@ -111,7 +111,7 @@ def decoding_curve(state: ScheduleState, cost: CostModel, most: int) -> np.ndarr
     of Theta they would make every draft look nearly free: faster rounds would seem to spread them over more tokens,
     but the answers end sooner, the next prompts come sooner, and a token bears as much of them as before.
     """
-    R, (rows, decoding, context, decoding_context) = len(state.uids), state.totals
+    R, (rows, decoding, context, decoding_context, *_) = len(state.uids), state.totals
     seconds = cost.step_curve(R, rows, most + 1, context)
     if rows == R:
         return seconds
