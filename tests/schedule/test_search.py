@@ -93,12 +93,15 @@ def test_what_to_draft_equals_the_plain_loop(round_, base, per_request, per_draf
         tau += float(survival[candidate])
         requests = len({r for r, _ in order[:budget]})
         rates.append(tau / (seconds[budget] + cost.draft_price(requests, budget)))
-    lengths, budget, requests, tokens = search.best_to_draft(survival, room, state.outputs, seconds, cost)
+    best, (wider, some, drafts) = search.best_to_draft(survival, room, state.outputs, seconds, cost)
+    lengths, budget, requests, tokens = best
     assert budget == lengths.sum()
     assert requests == np.count_nonzero(lengths)
     assert rates[budget - 1] == pytest.approx(max(rates), rel=1e-9)
     assert tokens == pytest.approx(state.outputs + sum(float(survival[c]) for c in order[:budget]))
     assert (lengths <= room).all()
+    np.testing.assert_array_equal(wider, np.minimum(lengths + 1, room))
+    assert (some, drafts) == (np.count_nonzero(wider), wider.sum())
 
 
 @given(st.integers(0, 40), st.integers(1, 10), st.integers(0, 40))

@@ -13,7 +13,7 @@ from dspark.schedule.cost import CostModel
 from dspark.schedule.feedback import LiveCost
 from dspark.schedule.gate import AimConfig, DraftGate, Realised
 from dspark.schedule.history import AcceptanceHistory
-from dspark.schedule.loops import NO_DRAFT, tally_outcomes, totals, widen
+from dspark.schedule.loops import NO_DRAFT, tally_outcomes, totals
 from dspark.schedule.search import best_to_draft, decoding_curve
 
 __all__ = ["Aim", "AimConfig", "DraftGate", "Realised"]
@@ -235,23 +235,19 @@ class Aim:
     ) -> tuple[float, np.ndarray]:
         """The drafts of the best round that has any, and its expected gain over plain decoding."""
         seconds, outputs = self.seconds(state, survival.size), state.outputs
-        lengths, budget, few, tokens = best_to_draft(survival, room, outputs, seconds, self.cost)
+        best, (wider, requests, more) = best_to_draft(survival, room, outputs, seconds, self.cost)
+        lengths, budget, few, tokens = best
         worth = tokens * seconds.item(0) / max(outputs, 1)
         verifying = seconds.item(budget)
         if not self._confident or (load.widening < 0 and self._rounds % _WIDER):
             return worth / (verifying + self.cost.draft_price(few, budget)), lengths
         self._before_widening = lengths
-        wider = np.empty_like(lengths)
-        requests, drafts = widen(lengths, room, self.gamma, True, wider)
-        gain = worth / (verifying + self.cost.draft_price(requests, drafts))
+        gain = worth / (verifying + self.cost.draft_price(requests, more))
         if few == requests:
             return gain, wider
-        some = np.empty_like(lengths)
-        drafts = widen(lengths, room, self.gamma, False, some)[
-            1
-        ]  # the others are not worth a draft at this load
-        without_them = worth / (verifying + self.cost.draft_price(few, drafts))
-        return (without_them, some) if without_them >= gain else (gain, wider)
+        # The others, a draft each, may not be worth one at this load.
+        without_them = worth / (verifying + self.cost.draft_price(few, more - (requests - few)))
+        return (without_them, np.where(lengths > 0, wider, 0)) if without_them >= gain else (gain, wider)
 
     def _load(self, num_requests: int) -> _Load:
         size = num_requests.bit_length()

@@ -41,7 +41,7 @@ class RequestTable:
         return self.rows[: self.count]
 
     def find(self, uids: np.ndarray) -> np.ndarray:
-        """[R] where they lie, with rows made for new requests; one unused for long counts as new."""
+        """[R] where they lie, until the next call; with rows made for new requests, one unused for long being new."""
         asked = uids.tobytes()
         if asked != self._found:
             if self._locate(uids):
@@ -58,7 +58,8 @@ class RequestTable:
 
     def _locate(self, uids: np.ndarray) -> int:
         """How many of them have no row and could not be given one the usual way, behind the last."""
-        self._at = np.empty(len(uids), dtype=np.int64)
+        if len(self._at) != len(uids):
+            self._at = np.empty(len(uids), dtype=np.int64)
         missing, self.count = history_loops.find(
             uids,
             self._uids,

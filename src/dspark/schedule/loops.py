@@ -29,7 +29,6 @@ __all__ = [
     "totals",
     "usable",
     "while_at_least",
-    "widen",
 ]
 
 NO_DRAFT = -1.0  # in the place of survivals that are no candidates
@@ -203,10 +202,12 @@ def best_to_draft(
     outputs: float,
     seconds: np.ndarray,
     draft: tuple[float, float, float],
+    room: np.ndarray,
     out: np.ndarray,
-) -> tuple[int, int, float]:
-    """Where drafting is still to be decided: the best budget of at least 1, its requests and its tokens; and fill `out`
-    [R] with its `lengths`.
+    wider: np.ndarray,
+) -> tuple[int, int, float, int, int]:
+    """Where drafting is still to be decided: the best budget of at least 1, its requests and its tokens. Fill `out`
+    [R] with its `lengths`, and `wider` [R] with a draft more of each where there is `room`: requests and drafts of it.
 
     `alive` as `usable` leaves them, marked; `draft`: seconds of a draft, of each request in it and of each of its
     tokens.
@@ -223,7 +224,12 @@ def best_to_draft(
         if rate > best_rate:
             best, best_rate, best_requests, best_tau = budget, rate, requests, tau
     lengths(alive, ascending, best, out)
-    return best, best_requests, best_tau
+    some, drafts = 0, 0
+    for r in range(len(out)):
+        wider[r] = min(out[r] + 1, room[r], alive.shape[1])
+        some += wider[r] > 0
+        drafts += wider[r]
+    return best, best_requests, best_tau, some, drafts
 
 
 @compiled
@@ -256,20 +262,6 @@ def tally_outcomes(
         more_rows += max(scheduled[r] - base[r], 0)
         further += max(accepted[r] - base[r], 0)
     return (requests, drafts, rows, won, longest), (outside, more_drafts, more_rows, further)
-
-
-@compiled
-def widen(
-    lengths: np.ndarray, room: np.ndarray, most: int, everyone: bool, out: np.ndarray
-) -> tuple[int, int]:
-    """Fill `out` [R] with a draft more where there is room (`most` of each), for `everyone` or for those who have some:
-    its `totals`."""
-    some, total = 0, 0
-    for r in range(len(lengths)):
-        out[r] = min(lengths[r] + 1, room[r], most) if everyone or lengths[r] > 0 else 0
-        some += out[r] > 0
-        total += out[r]
-    return some, total
 
 
 @compiled

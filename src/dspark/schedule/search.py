@@ -147,18 +147,27 @@ def stops_at_best(curve: Curve) -> bool:
 
 def best_to_draft(
     survival: np.ndarray, room: np.ndarray, outputs: int, seconds: np.ndarray, cost: CostModel
-) -> tuple[np.ndarray, int, int, float]:
-    """Where drafting is still to be decided: [R] lengths of the best budget of at least 1.
+) -> tuple[tuple[np.ndarray, int, int, float], tuple[np.ndarray, int, int]]:
+    """Where drafting is still to be decided: [R] lengths of the best budget of at least 1; that budget, how many
+    requests have some of it, and its expected tokens. And [R] lengths with a draft more of each, with their requests
+    and drafts.
 
-    And that budget, how many requests have some of it, and its expected tokens. `survival` [R, gamma] expected,
-    `room` [R], of which no more than gamma count, `seconds` [sum of room + 1] or longer of the pass by budget.
+    `survival` [R, gamma] expected, `room` [R], of which no more than gamma count, `seconds` [sum of room + 1] or longer
+    of the pass by budget.
     """
-    ranking, lengths = Ranking(survival, room, marked=True), np.empty(len(room), dtype=np.int64)
-    candidates, prices = ranking.candidates, cost.draft_terms
-    budget, requests, tokens = loops.best_to_draft(
-        ranking.alive, ranking.ascending, candidates, float(outputs), seconds, prices, lengths
+    ranking, (lengths, wider) = Ranking(survival, room, marked=True), np.empty((2, len(room)), dtype=np.int64)
+    budget, requests, tokens, some, drafts = loops.best_to_draft(
+        ranking.alive,
+        ranking.ascending,
+        ranking.candidates,
+        float(outputs),
+        seconds,
+        cost.draft_terms,
+        room,
+        lengths,
+        wider,
     )
-    return lengths, budget, requests, tokens
+    return (lengths, budget, requests, tokens), (wider, some, drafts)
 
 
 def fill_upwards(budget: int, query_tokens: int, candidates: int, sizes: tuple[int, ...]) -> int:
