@@ -74,6 +74,9 @@ class Aim:
         )
         self._rounds = _TAUGHT if config.acceptance else 0  # with drafts, at any load
         self._round = 0  # of all that were observed
+        # Of the last round that was observed, where they are known: requests with drafts of a model, drafts, and drafts
+        # that were verified, copies among them.
+        self.counted: tuple[int, int, int] | None = None
         self._priced: tuple[ScheduleState, np.ndarray] | None = None  # of the round at hand
         self._reach = float(gamma)  # longest length verified lately
         self._before_widening: np.ndarray | None = None  # the expected lengths, where more was asked for
@@ -129,6 +132,7 @@ class Aim:
         """File a round. `survival` as `loops.usable` leaves it."""
         load = self._load(state.num_requests)
         gate = load.gate
+        self.counted = None
         self._round += 1
         load.often = load.often * _RECENT ** (self._round - load.met) + (1 - _RECENT)
         load.met = self._round
@@ -159,6 +163,10 @@ class Aim:
         (requests, drafts, rows, won, longest), further = tally_outcomes(
             *ours, ours[0] if base is None else base
         )
+        copied, without = 0, state.outputs
+        if state.free is not None:  # copies are verified either way
+            copied, without = totals(lengths[1])[1] - rows, without + totals(lengths[2])[1] - won
+        self.counted = requests, drafts, copied + rows
         if not requests and not state.open_to_model:
             return
         load.prompts = 0
@@ -167,11 +175,8 @@ class Aim:
         if not requests:
             load.gate.observe(self._wanted, False)
             return
-        copied, without = 0, state.outputs
-        if state.free is not None:  # copies are verified either way
-            copied, without = totals(lengths[1])[1] - rows, without + totals(lengths[2])[1] - won
-            if survival is not None:
-                survival = np.where(state.free[:, None] > 0, NO_DRAFT, survival)
+        if survival is not None and state.free is not None:
+            survival = np.where(state.free[:, None] > 0, NO_DRAFT, survival)
         self.history.observe(state.uids, survival, *ours)
         self._confident = survival is not None
         self._rounds += 1

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from dspark.compilation import compiled
 from dspark.errors import DSparkError
 
 __all__ = ["AimConfig", "DraftGate", "Realised"]
@@ -187,32 +190,44 @@ class DraftGate:
             self._pause, self._to_pause = config.pause_rounds, config.pause_after
 
 
+@compiled
+def file_round(
+    sums: np.ndarray, memory: float, tokens: float, plain_worth: float
+) -> tuple[float, float, float]:
+    """Add a round to `sums` [7], which fade by `memory`: their weight, the gain, and its standard error."""
+    m, t, b = memory, tokens, plain_worth
+    w, w2, ts, bs, tt, tb, bb = sums
+    w, w2, ts, bs = m * w + 1.0, m * m * w2 + 1.0, m * ts + t, m * bs + b
+    tt, tb, bb = m * tt + t * t, m * tb + t * b, m * bb + b * b
+    sums[:] = w, w2, ts, bs, tt, tb, bb
+    if bs <= 0:
+        return w, 0.0, 0.0
+    g = ts / bs
+    spread = (max(tt - 2 * g * tb + g * g * bb, 0.0) + _SUPPOSED * ts / w) / (w + _SUPPOSED)
+    return w, g, math.sqrt(spread * w2) / bs
+
+
 class Realised:
     """What drafted rounds brought over plain decoding: a ratio of decayed sums, with its standard error.
 
     `gain`: tokens over their plain worth. `error`: its standard error (of a ratio of means, rounds taken as
     independent). Both are 0 where nothing is known. A few rounds that went alike by chance do not make the error 0:
-    `_SUPPOSED` rounds that scatter as counts do, with the mean for a variance, are supposed beside them.
+    `_SUPPOSED` rounds that scatter as counts do, with the mean for a variance, are supposed beside them. `rounds`: how
+    many weigh in.
     """
 
     def __init__(self, memory: float) -> None:
         self._memory = memory
-        self.gain = self.error = 0.0
-        self._sums = (0.0,) * 7  # of w, w^2, and by w: tokens, their plain worth, their squares and product
+        self._sums = np.zeros(7)  # of w, w^2, and by w: tokens, their plain worth, their squares and product
         self._outcomes = 0.0
+        self.rounds = self.gain = self.error = 0.0
 
     def add(self, tokens: float, plain_worth: float, requests: int = 1) -> None:
         """File a round. `plain_worth`: tokens that plain decoding decides in the seconds it took."""
-        m, t, b = self._memory, tokens, plain_worth
-        w, w2, ts, bs, tt, tb, bb = self._sums
-        w, w2, ts, bs = m * w + 1.0, m * m * w2 + 1.0, m * ts + t, m * bs + b
-        tt, tb, bb = m * tt + t * t, m * tb + t * b, m * bb + b * b
-        self._sums = w, w2, ts, bs, tt, tb, bb
-        self._outcomes = m * self._outcomes + requests
-        if bs > 0:
-            self.gain = g = ts / bs
-            spread = (max(tt - 2 * g * tb + g * g * bb, 0.0) + _SUPPOSED * ts / w) / (w + _SUPPOSED)
-            self.error = math.sqrt(spread * w2) / bs
+        self._outcomes = self._memory * self._outcomes + requests
+        self.rounds, self.gain, self.error = file_round(
+            self._sums, self._memory, float(tokens), float(plain_worth)
+        )
 
     def at_best(self, doubt: float) -> float:
         """The gain, `doubt` standard errors up; more of them while it is young.
@@ -222,8 +237,3 @@ class Realised:
         """
         n = self._outcomes
         return self.gain + doubt * math.sqrt(1 + _YOUNG / n) * self.error if n > 0 else 0.0
-
-    @property
-    def rounds(self) -> float:
-        """How many rounds weigh in."""
-        return self._sums[0]

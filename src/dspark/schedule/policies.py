@@ -166,7 +166,7 @@ class _Adaptive(ABC):
         if isinstance(self.cost, LiveCost):
             if self.aim.gate(state.num_requests).deaf:
                 return
-            requests, drafts, rows = tally(state.modelled(drafted), scheduled)
+            requests, drafts, rows = self.aim.counted or tally(state.modelled(drafted), scheduled)
             self.aim.took(state, requests, drafts, draft_s)
             self.cost.observe(state, requests, drafts, rows, draft_s, step_s)
             self.aim.forget_prices()
