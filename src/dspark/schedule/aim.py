@@ -105,7 +105,7 @@ class Aim:
 
     def lengths(self, state: ScheduleState) -> np.ndarray:
         """[R] int64 drafts to propose."""
-        load = self._load(state.num_requests)
+        load = self._load(len(state.uids))
         gate, chosen = load.gate, None
         self._waits, self._unlikely, self._before_widening = False, 0.0, None
         if gate.resting or gate.pausing:
@@ -130,7 +130,7 @@ class Aim:
         accepted: np.ndarray,
     ) -> None:
         """File a round. `survival` as `loops.usable` leaves it."""
-        load = self._load(state.num_requests)
+        load = self._load(len(state.uids))
         gate = load.gate
         self.counted = None
         self._round += 1

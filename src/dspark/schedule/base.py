@@ -27,9 +27,32 @@ class Dependence(IntEnum):
     LIVE = 3  # anything in the current block
 
 
+class _Fact:
+    """A number of the batch as a whole, an attribute of `ScheduleState`.
+
+    All are counted when the first one is asked for, and plain attributes from then on. A round asks for them a dozen
+    times: a property is called each time, and `cached_property` takes a lock up to Python 3.11.
+    """
+
+    NAMES = ("query_tokens", "outputs", "context", "decoding_context", "open_to_model", "may_look")
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: ScheduleState, owner: type) -> int:
+        s, known = state, state.__dict__
+        counts = loops.count_batch(s.room, s.context_lens, s.pending, s.samples, s.tolerates_live, s.free)
+        known.update(zip(self.NAMES, counts, strict=True))
+        return known[self._name]
+
+
 @dataclass(frozen=True)
 class ScheduleState:
-    """What a policy may know before drafting: R requests of this round."""
+    """What a policy may know before drafting: R requests of this round.
+
+    A request decodes with one row and one token: neither a prompt nor a part of one. A prompt's first token comes
+    whatever is drafted, and is none of the `outputs`.
+    """
 
     uids: np.ndarray  # [R] int64
     room: np.ndarray  # [R] int64: most drafts each may have (0 while prefilling, or where speculation is off)
@@ -40,6 +63,13 @@ class ScheduleState:
         None  # [R] bool: exact whatever the schedule looks at; None: no row is
     )
     free: np.ndarray | None = None  # [R] int64 drafts that were copied from committed tokens; None: none were
+
+    query_tokens = _Fact()  # rows of the pass without any draft
+    outputs = _Fact()  # tokens that decoding requests (a row and a token each) get without any draft
+    context = _Fact()  # cached positions of all requests together
+    decoding_context = _Fact()  # and of those that decode
+    open_to_model = _Fact()  # requests that a model may draft for
+    may_look = _Fact()  # whether every row with room stays exact even if the schedule looks at its own block
 
     def modelled(self, lengths: np.ndarray) -> np.ndarray:
         """[R] `lengths` where they are a model's to draft, 0 where a copy stands in for them, which costs nothing."""
@@ -56,46 +86,6 @@ class ScheduleState:
     @property
     def num_requests(self) -> int:
         return len(self.uids)
-
-    @property
-    def totals(self) -> tuple[int, int, int, int, int, bool]:
-        """What follows of them together, see `loops.count_batch`: counted once, whoever asks for some of it."""
-        known: tuple[int, int, int, int, int, bool] | None = self.__dict__.get("_totals")
-        if (
-            known is None
-        ):  # `cached_property` takes a lock up to Python 3.11, which takes longer than the counting
-            known = self.__dict__["_totals"] = loops.count_batch(
-                self.room, self.context_lens, self.pending, self.samples, self.tolerates_live, self.free
-            )
-        return known
-
-    @property
-    def query_tokens(self) -> int:
-        """Rows of the pass without any draft."""
-        return self.totals[0]
-
-    @property
-    def outputs(self) -> int:
-        """Tokens that decoding requests get without any draft; a prompt's first token comes either way.
-
-        A request decodes with one row and one token: neither a prompt nor a part of one.
-        """
-        return self.totals[1]
-
-    @property
-    def open_to_model(self) -> int:
-        """Requests that a model may draft for."""
-        return self.totals[4]
-
-    @property
-    def may_look(self) -> bool:
-        """Every row that can have drafts stays exact even if the schedule looks at the block it schedules."""
-        return self.totals[5]
-
-    @property
-    def context(self) -> int:
-        """Cached positions of all requests together."""
-        return self.totals[2]
 
 
 class Policy(Protocol):

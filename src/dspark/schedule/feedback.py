@@ -154,7 +154,7 @@ class LiveCost:
 
         `drafts` are a model's, of `drafted_for` requests; `budget` drafts were verified, copies among them.
         """
-        R = state.num_requests
+        R = len(state.uids)
         if state.query_tokens != R or not R:
             return
         displacement = 0.0

@@ -164,7 +164,7 @@ class _Adaptive(ABC):
     ) -> None:
         """Let prices that follow the machine learn what the round took: where drafting rests, of few rounds."""
         if isinstance(self.cost, LiveCost):
-            if self.aim.gate(state.num_requests).deaf:
+            if self.aim.gate(len(state.uids)).deaf:
                 return
             requests, drafts, rows = self.aim.counted or tally(state.modelled(drafted), scheduled)
             self.aim.took(state, requests, drafts, draft_s)

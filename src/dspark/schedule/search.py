@@ -65,7 +65,7 @@ class Ranking:
 
     def lengths(self, budget: int) -> np.ndarray:
         """[R] int64: drafts of each request among the first `budget` candidates."""
-        out = np.empty(len(self.alive), dtype=np.int64)
+        out = np.empty(len(self.alive), np.int64)
         loops.lengths(self.alive, self.ascending, budget, out)
         return out
 
@@ -111,11 +111,11 @@ def decoding_curve(state: ScheduleState, cost: CostModel, most: int) -> np.ndarr
     of Theta they would make every draft look nearly free: faster rounds would seem to spread them over more tokens,
     but the answers end sooner, the next prompts come sooner, and a token bears as much of them as before.
     """
-    R, (rows, decoding, context, decoding_context, *_) = len(state.uids), state.totals
+    R, rows, decoding, context = len(state.uids), state.query_tokens, state.outputs, state.context
     seconds = cost.step_curve(R, rows, most + 1, context)
     if rows == R:
         return seconds
-    alone = cost.step_price(decoding, decoding, decoding_context)
+    alone = cost.step_price(decoding, decoding, state.decoding_context)
     return seconds - max(cost.step_price(R, rows, context) - alone, 0.0)
 
 
@@ -155,7 +155,8 @@ def best_to_draft(
     `survival` [R, gamma] expected, `room` [R], of which no more than gamma count, `seconds` [sum of room + 1] or longer
     of the pass by budget.
     """
-    ranking, (lengths, wider) = Ranking(survival, room, marked=True), np.empty((2, len(room)), dtype=np.int64)
+    ranking = Ranking(survival, room, marked=True)
+    lengths, wider = np.empty(len(room), np.int64), np.empty(len(room), np.int64)
     budget, requests, tokens, some, drafts = loops.best_to_draft(
         ranking.alive,
         ranking.ascending,
