@@ -28,8 +28,9 @@ _RECENT = 0.99  # memory a round of how often a load is met
 _OFTEN = (
     0.25  # share of recent rounds from which on what pays at a load is worth being followed for at others
 )
-_Lengths = tuple[np.ndarray, np.ndarray, np.ndarray]  # [R] each: drafted, scheduled, accepted
 _TAUGHT = 24  # drafted rounds, at any load, behind which no trial is made on hope alone
+
+_Lengths = tuple[np.ndarray, np.ndarray, np.ndarray]  # [R] each: drafted, scheduled, accepted
 
 
 @dataclass
@@ -182,10 +183,25 @@ class Aim:
         self._rounds += 1
         reach = self._reach - 1 / _REACH
         self._reach = reach if reach > longest else float(longest)
+        self._weigh(
+            load, state, (requests, drafts, rows, won), copied, without, None if base is None else further
+        )
+
+    def _weigh(
+        self,
+        load: _Load,
+        state: ScheduleState,
+        counts: tuple[int, int, int, int],
+        copied: int,
+        without: int,
+        further: tuple[int, int, int, int] | None,
+    ) -> None:
+        """What a round's drafts brought over plain decoding, and its widening. `without`: tokens without any."""
+        requests, drafts, rows, won = counts
         seconds, tokens = self.seconds(state, copied + rows), without + won
         with_drafts = seconds.item(copied + rows) + self.cost.draft_price(requests, drafts)
         worth, decoding = without * with_drafts / seconds.item(copied), max(without, 1)
-        if base is not None:
+        if further is not None:
             outside, more_drafts, more_rows, more_tokens = further
             narrower = seconds.item(copied + rows - more_rows)
             narrower += self.cost.draft_price(requests - outside, drafts - more_drafts)

@@ -126,8 +126,7 @@ class ContextCost:
     def price(self, seconds: float, num_requests: int, query_tokens: int, context: int) -> float:
         """`add` for one pass."""
         fixed, each = self.terms(num_requests, context)
-        least, seconds = 0.01 * seconds, seconds + fixed
-        return (seconds if seconds > least else least) + each * query_tokens
+        return max(seconds + fixed, 0.01 * seconds) + each * query_tokens
 
     def terms(self, num_requests: int, context: int) -> tuple[float, float]:
         """Seconds of a pass, and of each of its rows."""

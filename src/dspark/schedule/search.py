@@ -81,7 +81,7 @@ class Curve:
 
     __slots__ = ("outputs", "ranking", "seconds", "spent")
 
-    def __init__(self, ranking: Ranking, outputs: int, seconds: np.ndarray, spent: float = 0.0) -> None:
+    def __init__(self, ranking: Ranking, outputs: float, seconds: np.ndarray, spent: float = 0.0) -> None:
         self.ranking, self.outputs, self.seconds, self.spent = ranking, float(outputs), seconds, spent
 
     @property
