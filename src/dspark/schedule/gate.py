@@ -155,7 +155,7 @@ class DraftGate:
 
     def passes(self, gain: float) -> bool:
         """`gain`: expected tokens per second with drafts, over those without."""
-        return gain > (1.0 if self.on else 1 + self._config.hysteresis)
+        return self.trying or gain > (1.0 if self.on else 1 + self._config.hysteresis)
 
     def lose(self, rounds: float) -> None:
         """Rounds of plain decoding that the last round cost besides what was filed."""

@@ -88,9 +88,8 @@ def file_promises(
         i, before, left = at[r], 1.0, fading(decay, now - seen[at[r]])
         seen[i] = now
         won += accepted[r]
-        for k in range(
-            gamma
-        ):  # numbers of two indices each: a row as an array of its own takes longer than its loop
+        # Three indices each time: to make an array of the row takes longer than its loop.
+        for k in range(gamma):
             numbers[i, 0, k] *= left
             numbers[i, 1, k] *= left
         if width == 0 or alive[r, 0] == NO_DRAFT:

@@ -17,6 +17,7 @@ from dspark.schedule.auto import AutoScheduler
 from dspark.schedule.base import ScheduleState
 from dspark.schedule.cost import CostModel, TableCost
 from dspark.schedule.feedback import LiveCost
+from dspark.schedule.loops import tally
 from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
 from dspark.schedule.policies import (
     FixedLength,
@@ -136,8 +137,12 @@ def compile_schedulers(report: Callable[[str], None] = lambda message: None) -> 
         along(np.zeros((1, gamma)))
         threshold = Threshold(gamma, 0.5)
         policies = [kind(gamma, LiveCost(cost)) for kind in _SCHEDULERS.values()]
-        for looks, survival in product((True, False), (np.full((1, gamma), 0.9), None)):
-            state = ScheduleState(one, one, one, one, one > 0, np.full(1, looks))
+        for looks, survival, free in product(
+            (True, False), (np.full((1, gamma), 0.9), None), (None, one - one)
+        ):
+            state = ScheduleState(one, one, one, one, one > 0, np.full(1, looks), free)
+            tally(one, one)
+            policies[0].draft_lengths(state.behind_prompts(gamma))
             threshold.verify_lengths(state, survival, one if survival is not None else one - one)
             for policy in policies:
                 policy.draft_lengths(state)
