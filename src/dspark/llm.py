@@ -23,7 +23,7 @@ from dspark.profile import ensure_profile, fingerprint, read_cost_table
 from dspark.schedule.cost import CostModel
 from dspark.schedule.settings import ScheduleSettings, build_policy, split_config
 from dspark.schedule.survival import Calibrate
-from dspark.target.load import load_target
+from dspark.target.load import LoadedTarget, load_target
 from dspark.target.zoo import resolve
 
 __all__ = ["LLM", "Prompt"]
@@ -50,6 +50,8 @@ class LLM:
         activation_dtype: auto, float32 or int8; of the products with quantised weights, see `load_target`.
         kv_cache_dtype: auto, float32, float16 or bfloat16; see `load_target`.
         report: gets a line before work that takes seconds (the first time: conversion, compiling kernels).
+        weights_of: an LLM of the same model, device and dtypes, whose weights this one uses instead of loading them
+            again: to compare methods, or to serve some requests another way. Threads that use both take turns.
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size, kv_cache_tokens: see `EngineConfig`.
 
     Raises:
@@ -71,6 +73,7 @@ class LLM:
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         report: Callable[[str], None] = _log.info,
+        weights_of: LLM | None = None,
     ) -> None:
         if dtype not in _DTYPES:
             raise DSparkError(f"dtype {dtype!r} is not supported; choose from {', '.join(_DTYPES)}")
@@ -88,7 +91,17 @@ class LLM:
         if device == "cpu" and dtype == "float32":
             compile_kernels(report)
             rehearse()
-        loaded = load_target(directory, _DTYPES[dtype], device, report, activation_dtype, kv_cache_dtype)
+        served_as = (directory, dtype, device, activation_dtype, kv_cache_dtype)
+        if weights_of is None:
+            loaded = load_target(directory, _DTYPES[dtype], device, report, activation_dtype, kv_cache_dtype)
+        elif weights_of._served_as == served_as:
+            loaded = weights_of._loaded
+        else:
+            raise DSparkError(
+                "weights_of is an LLM of another model, device or dtype: give the same, or leave weights_of out"
+            )
+        self._loaded: LoadedTarget = loaded
+        self._served_as: tuple[object, ...] = served_as
         self.model, self.tokenizer = str(model), loaded.tokenizer
         drafter, block = build_drafter(drafting, loaded.decoder)
 
@@ -101,7 +114,8 @@ class LLM:
         calibrate, acceptance = _calibration(schedule, drafting, loaded.decoder.identity, block.length)
         policy = build_policy(schedule, block.length, prices, report, acceptance)
         self._inbox: dict[str, list[StepEvent]] = {}
-        self._turn = threading.RLock()  # whoever changes the engine or an inbox has it
+        # Whoever changes the engine or an inbox has it; a target's own buffers serve one pass at a time.
+        self._turn: threading.RLock = threading.RLock() if weights_of is None else weights_of._turn
         self.engine = Engine(loaded.decoder, drafter, policy, loaded.tokenizer, config, calibrate=calibrate)
 
     def generate(
