@@ -74,13 +74,13 @@ def add_model_options(
     )
 
 
-def add_schedule_options(parser: argparse.ArgumentParser) -> None:
-    """--policy and what belongs to it, --acceptance."""
+def add_schedule_options(parser: argparse.ArgumentParser, policy: str = "fixed") -> None:
+    """--policy (by default `policy`) and what belongs to it, --acceptance."""
     group = parser.add_argument_group("scheduling")
     group.add_argument(
         "--policy",
         choices=POLICIES,
-        default="fixed",
+        default=policy,
         help="how much is drafted and verified; auto picks a sound search, and may draft nothing (%(default)s)",
     )
     group.add_argument(
@@ -104,11 +104,11 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_schedule_options(args: argparse.Namespace) -> None:
-    """Refuse what `add_schedule_options` offers where nobody drafts."""
+def check_schedule_options(args: argparse.Namespace, policy: str = "fixed") -> None:
+    """Refuse what `add_schedule_options` offers, its default `policy` apart, where nobody drafts."""
     from dspark.core import DSparkError
 
-    options = {"policy": "fixed", "threshold": None, "cost_table": None, "calibration": None}
+    options = {"policy": policy, "threshold": None, "cost_table": None, "calibration": None}
     given = [name for name, default in options.items() if getattr(args, name) != default]
     if args.method == "none" and given:
         name = given[0].replace("_", "-")
