@@ -93,6 +93,8 @@ def listen(host: str, port: int) -> socket.socket:
     from dspark.core import DSparkError
 
     try:
+        if not 0 <= port <= 65535:
+            raise OverflowError("ports are numbers from 0 to 65535")
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
     except (OSError, OverflowError) as error:
