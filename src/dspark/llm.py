@@ -14,7 +14,7 @@ import torch
 from dspark.calibrate.formats import CALIBRATION_FILE, load_calibration
 from dspark.calibrate.jobs import drafter_directory, weights_identity
 from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
-from dspark.drafters.registry import build_drafter, method_of
+from dspark.drafters.registry import build_drafter, check_keys, method_of
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.rehearsal import rehearse
@@ -79,6 +79,7 @@ class LLM:
             raise DSparkError(f"dtype {dtype!r} is not supported; choose from {', '.join(_DTYPES)}")
         _check_device(device)
         drafting, schedule = split_config(speculative_config)
+        check_keys(drafting)
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from dspark.errors import DSparkError
+from dspark.typed import keywords_checked
 
 __all__ = ["SamplingParams"]
 
@@ -31,8 +32,31 @@ _WHOLES = {
 }
 _OPTIONAL = {"max_tokens", "seed", "logprobs"}
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "raw_logprobs", "speculative")
+_CALLED = {  # what transformers and OpenAI call a parameter -> its name here
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "eos_token_id": "stop_token_ids",
+    "stop_strings": "stop",
+    "top_logprobs": "logprobs",
+    "do_sample": "temperature (0 is greedy)",
+}
+_ELSEWHERE = {  # what vLLM, OpenAI and transformers have besides
+    *("n", "best_of", "use_beam_search", "num_beams", "length_penalty", "typical_p", "bad_words"),
+    *("allowed_token_ids", "prompt_logprobs", "flat_logprobs", "detokenize", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "truncate_prompt_tokens", "logits_processors", "output_kind"),
+    *("structured_outputs", "guided_decoding", "response_format", "extra_args"),
+}
 
 
+def _no_such_parameter(name: str, known: list[str]) -> str:
+    if name in _CALLED:
+        return f"SamplingParams: {name} is called {_CALLED[name]} here"
+    problem = f"{name} is not supported" if name in _ELSEWHERE else f"there is no parameter {name}"
+    return f"SamplingParams: {problem}, leave it out; parameters are {', '.join(known)}"
+
+
+@keywords_checked(_no_such_parameter)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends.
@@ -47,7 +71,7 @@ class SamplingParams:
     request plainly.
 
     Raises:
-        DSparkError: a value is out of range, not finite or of the wrong type.
+        DSparkError: a parameter is not known, or a value out of range, not finite or of the wrong type.
     """
 
     temperature: float = 1.0
