@@ -163,7 +163,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise DSparkError(f"{path} cannot be read ({error}): copy or save it again") from None
+        raise DSparkError(
+            f"{path} is damaged, truncated or no safetensors file ({error}): copy or save it again"
+        ) from None
 
 
 class _Uninitialised(TorchFunctionMode):
@@ -269,8 +271,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise DSparkError(
             f"{path} does not exist: a drafter checkpoint is config.json and model.safetensors"
         ) from None
-    except json.JSONDecodeError as error:
-        raise DSparkError(f"{path} is not valid JSON ({error.msg})") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DSparkError(f"{path} is not valid JSON ({error}): copy or save it again") from None
     if not isinstance(raw, dict):
         raise DSparkError(f"{path} must hold a JSON object")
     return raw
