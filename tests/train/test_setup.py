@@ -74,6 +74,21 @@ def test_train_resume_export_and_go_on(config, tmp_path, tiny_model):
     )
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data=['{}/none.jsonl']", "cannot read training data"),
+        ("data=['{0}/data.jsonl', '{0}']", "cannot read training data"),
+        ("init_from={}/none", "none does not exist"),
+    ],
+)
+def test_files_are_looked_for_before_the_target_is_read(config, tmp_path, monkeypatch, override, message):
+    for reader in ("resolve", "Tokenizer", "load_decoder"):
+        monkeypatch.setattr(f"dspark.train.setup.{reader}", lambda *_: pytest.fail("read for nothing"))
+    with pytest.raises(DSparkError, match=message):
+        build(config, override.format(tmp_path))
+
+
 def test_bad_input_is_one_line(config, tmp_path):
     for overrides, message in (
         (["stepz=1"], "unknown training option 'stepz'"),

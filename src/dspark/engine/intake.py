@@ -6,11 +6,12 @@ from collections.abc import Container
 
 import numpy as np
 
-from dspark.acceptance import AcceptanceRule, tolerates_live
+from dspark.acceptance import AcceptanceRule
 from dspark.compilation import compiled
 from dspark.core import DSparkError, SamplingParams
 from dspark.drafters.base import Drafter
 from dspark.schedule.policies import Dependence, Policy
+from dspark.schedule.settings import refuse_biased
 
 __all__ = ["check_lengths", "check_policy", "check_prompt", "check_sound", "longest_total", "unused_id"]
 
@@ -69,14 +70,8 @@ def check_sound(
     policy: Policy, drafter: Drafter | None, params: SamplingParams, rule: AcceptanceRule = "ratio"
 ) -> None:
     """Refuse a policy that would bias this request's output (losslessness is typed)."""
-    if drafter is None or not params.speculative or policy.dependence is not Dependence.LIVE:
-        return
-    if not tolerates_live(np.array([params.greedy]), drafter.deterministic, rule)[0]:
-        raise DSparkError(
-            "this policy looks at the block whose verification it decides (LIVE): under the ratio rule, with sampled "
-            "drafts at a temperature above 0, that biases the output. Use the policy auto, prefix or lagged, the "
-            "acceptance shared_noise, temperature 0, a deterministic drafter, or speculative=False"
-        )
+    if drafter is not None and params.speculative:
+        refuse_biased(policy.dependence, params.greedy, drafter.deterministic, rule)
 
 
 def check_lengths(what: str, lengths: np.ndarray, limit: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from dspark.target.load import load_decoder
 from dspark.target.tokenizer import Tokenizer
 from dspark.target.zoo import resolve
 from dspark.train.config import TrainConfig
-from dspark.train.data import Sequence, load_sequences, split
+from dspark.train.data import Sequence, load_sequences, read_lines, split
 from dspark.train.distributed import Processes, join_processes
 from dspark.train.growth import grow_layers, grow_vocabulary
 from dspark.train.methods import METHOD_DEFAULTS
@@ -93,9 +93,9 @@ def build_trainer(
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
+    _check_files(config)
     directory = resolve(config.target)
     tokenizer = Tokenizer(directory)
-    target = load_decoder(directory, getattr(torch, config.dtype))
     if not tokenizer.eos_token_ids:
         raise DSparkError(
             f"{config.target} states no end token: add eos_token_id to its generation_config.json"
@@ -103,6 +103,7 @@ def build_trainer(
     sequences = load_sequences([Path(p) for p in config.data], tokenizer, config.max_length)
     if len(sequences) < 2:
         raise DSparkError("training needs at least two answers; name jsonl files in `data`")
+    target = load_decoder(directory, getattr(torch, config.dtype))
     train, held_out = split(sequences, config.held_out, config.seed)
     counts = token_counts(train, target.vocab_size)
     start = _starting_point(Path(config.init_from), target) if config.init_from else None
@@ -133,6 +134,16 @@ def build_trainer(
     return trainer
 
 
+def _check_files(config: TrainConfig) -> None:
+    """Refuse names of files that cannot be read, before anything large is."""
+    for path in config.data:
+        next(read_lines(Path(path)), None)
+    if config.init_from and not Path(config.init_from).exists():
+        raise DSparkError(
+            f"init_from {config.init_from} does not exist; give a state.pt or a drafter directory"
+        )
+
+
 def _vocabulary(
     config: TrainConfig,
     counts: torch.Tensor,
@@ -159,8 +170,6 @@ def _starting_point(path: Path, target: Decoder) -> dict[str, Any]:
     if path.is_dir():
         loaded = load_drafter_model(path, target)
         return {"model": own_weights(loaded), "mask_token_id": loaded.config.mask_token_id}
-    if not path.is_file():
-        raise DSparkError(f"init_from {path} does not exist; give a state.pt or a drafter directory")
     return read_state(path)
 
 
