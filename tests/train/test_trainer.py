@@ -81,6 +81,40 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, method):
     assert [r["step"] for r in log] == [2, 4, 6]
 
 
+def test_going_on_keeps_the_place_only_in_the_same_order_of_sequences(tmp_path):
+    first = trainer(tmp_path / "first")  # 6 sequences, 2 a step
+    for _ in range(4):
+        first.train_step()
+    first.save()
+    path = tmp_path / "first" / "state.pt"
+    state = torch.load(path, weights_only=True)
+
+    def went_on(sequences=SEQUENCES, state=state, **changes):
+        other = trainer(tmp_path / "second", sequences, **changes)
+        other.start_from(state, path)
+        return other
+
+    same = went_on()
+    assert [s for s, _ in same.draw(0)] == [s for s, _ in first.draw(4)]
+    same.step = 3
+    same.save()
+    again = went_on(state=torch.load(tmp_path / "second" / "state.pt", weights_only=True))
+    assert again.steps_before == 7
+    assert again.blocks == first.blocks, "the blocks seen are counted in any case"
+    more = [*SEQUENCES, Sequence([1, 2, 3, 4, 5, 6, 7, 8], 2), Sequence([9, 8, 7, 6, 5, 4, 3, 2], 2)]
+    other = went_on(more)
+    drawn = [s for step in range(4) for s, _ in other.draw(step)]
+    assert sorted(map(more.index, drawn)) == list(range(8)), "an epoch leaves nothing out"
+    moved = [Sequence(SEQUENCES[0].token_ids, 7), *SEQUENCES[1:]]
+    for changed in (went_on(moved), went_on(SEQUENCES[::-1]), went_on(seed=1), went_on(sequences_per_step=3)):
+        assert changed.steps_before == 0
+        assert changed.blocks == first.blocks
+    old = {key: value for key, value in state.items() if key != "order"}
+    assert went_on(state=old).steps_before == 0, (
+        "states of older versions do not say what they were trained on"
+    )
+
+
 @pytest.mark.parametrize(
     ("method", "head"),
     [

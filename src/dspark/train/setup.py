@@ -127,7 +127,8 @@ def build_trainer(
         report(f"resumed at step {trainer.step}")
     elif start is not None:
         trainer.start_from(start, Path(str(config.init_from)))
-        report(f"goes on from {config.init_from}, {trainer.blocks} blocks so far")
+        place = "the same sequences, from where it stopped" if trainer.steps_before else "an epoch begins"
+        report(f"goes on from {config.init_from}, {trainer.blocks} blocks so far; {place}")
     elif config.warm_start:
         trainer.form.warm_start(target, train)
         _start_head(model, target, tokenizer, counts, config, report)
