@@ -20,6 +20,7 @@ from dspark.train.features import FeatureSource
 from dspark.train.growth import grow_layers, grow_vocabulary
 from dspark.train.run_log import LengthWatch
 from dspark.train.setup import draft_vocabulary, drafter_config, token_counts
+from dspark.train.states import read_start
 from dspark.train.trainable import trainable
 from dspark.train.trainer import Trainer
 from dspark.train.warm_start import (
@@ -87,7 +88,7 @@ def test_going_on_keeps_the_place_only_in_the_same_order_of_sequences(tmp_path):
         first.train_step()
     first.save()
     path = tmp_path / "first" / "state.pt"
-    state = torch.load(path, weights_only=True)
+    state = read_start(path)
 
     def went_on(sequences=SEQUENCES, state=state, **changes):
         other = trainer(tmp_path / "second", sequences, **changes)
@@ -98,7 +99,7 @@ def test_going_on_keeps_the_place_only_in_the_same_order_of_sequences(tmp_path):
     assert [s for s, _ in same.draw(0)] == [s for s, _ in first.draw(4)]
     same.step = 3
     same.save()
-    again = went_on(state=torch.load(tmp_path / "second" / "state.pt", weights_only=True))
+    again = went_on(state=read_start(tmp_path / "second" / "state.pt"))
     assert again.steps_before == 7
     assert again.blocks == first.blocks, "the blocks seen are counted in any case"
     more = [*SEQUENCES, Sequence([1, 2, 3, 4, 5, 6, 7, 8], 2), Sequence([9, 8, 7, 6, 5, 4, 3, 2], 2)]
@@ -208,11 +209,14 @@ def test_a_larger_vocabulary_keeps_the_scores_of_the_old_one(head):
     torch.testing.assert_close(after[..., [1, 4]], hidden @ target.lm_head.weight.detach().float()[[5, 41]].T)
 
 
-def test_fewer_layers_than_the_start_are_refused():
+def test_fewer_layers_than_the_start_and_more_than_the_target_are_refused():
     target = tiny_decoder(kind="qwen3", dtype=torch.float32)
     model = BlockDrafterModel(tiny_drafter(target).model.config)
     state = {f"layers.{i}.o_proj.weight": torch.zeros(1) for i in range(3)}
     with pytest.raises(DSparkError, match="raise num_layers"):
+        grow_layers(state, model, target)
+    model = BlockDrafterModel(dataclasses.replace(model.config, num_layers=9))
+    with pytest.raises(DSparkError, match="lower num_layers"):
         grow_layers(state, model, target)
 
 

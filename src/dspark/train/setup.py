@@ -22,9 +22,15 @@ from dspark.target.zoo import resolve
 from dspark.train.config import TrainConfig
 from dspark.train.data import Sequence, load_sequences, read_lines, split
 from dspark.train.distributed import Processes, join_processes
-from dspark.train.growth import grow_layers, grow_vocabulary
+from dspark.train.growth import (
+    grow_layers,
+    grow_vocabulary,
+    grow_vocabulary_moments,
+    layer_places,
+    move_layers,
+)
 from dspark.train.methods import METHOD_DEFAULTS
-from dspark.train.states import own_weights, read_state
+from dspark.train.states import own_weights, read_start
 from dspark.train.trainer import Trainer
 from dspark.train.warm_start import bigram_scores, init_head_from_bigrams, share_embeddings
 
@@ -171,7 +177,7 @@ def _starting_point(path: Path, target: Decoder) -> dict[str, Any]:
     if path.is_dir():
         loaded = load_drafter_model(path, target)
         return {"model": own_weights(loaded), "mask_token_id": loaded.config.mask_token_id}
-    return read_state(path)
+    return read_start(path)
 
 
 def _with_vocabulary(
@@ -187,12 +193,8 @@ def _with_vocabulary(
         )
     vocab = draft_vocabulary(counts, size, tuple(own.tolist()))
     report(f"draft vocabulary grown from {len(own)} to {len(vocab)} tokens")
-    return _without_moments(start, grow_vocabulary(start["model"], vocab))
-
-
-def _without_moments(start: dict[str, Any], model: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """`start` with other weights: the optimiser's moments were for those before."""
-    return {**{key: value for key, value in start.items() if key != "optimizer"}, "model": model}
+    moments = grow_vocabulary_moments(start.get("moments", {}), own, vocab)
+    return {**start, "model": grow_vocabulary(start["model"], vocab), "moments": moments}
 
 
 def _grown(
@@ -203,7 +205,8 @@ def _grown(
     if len(grown) == len(start["model"]):
         return start
     report(f"new layers between the old ones, up to {model.config.num_layers}")
-    return _without_moments(start, grown)
+    moments = move_layers(start.get("moments", {}), layer_places(start["model"], model.config.num_layers))
+    return {**start, "model": grown, "moments": moments}
 
 
 def _start_head(

@@ -25,7 +25,15 @@ from dspark.train.features import FeatureSource
 from dspark.train.forecast import Forecast
 from dspark.train.losses import BlockLoss, LossWeights, block_loss, slot_weights
 from dspark.train.run_log import LengthWatch, RunLog
-from dspark.train.states import load_weights, mean_weights, own_weights, read_state, write_state
+from dspark.train.states import (
+    HEAD,
+    load_moments,
+    load_weights,
+    mean_weights,
+    own_weights,
+    read_state,
+    write_state,
+)
 from dspark.train.trainable import trainable
 
 __all__ = ["Trainer"]
@@ -71,8 +79,9 @@ class Trainer:
         self.weights = LossWeights(
             config.ce, config.l1, config.confidence, config.kl, config.regression, config.decay
         )
-        head = [p for n, p in model.named_parameters() if p.requires_grad and n.startswith("head.")]
-        body = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("head.")]
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        head = [p for n, p in trained if n.startswith(HEAD)]
+        body = [p for n, p in trained if not n.startswith(HEAD)]
         groups = [{"params": body, "scale": 1.0}, {"params": head, "scale": config.head_lr_scale}]
         self.optimizer = torch.optim.AdamW(
             [g for g in groups if g["params"]],
@@ -231,14 +240,13 @@ class Trainer:
         return order_digest(self.sequences, self.config.seed, self.config.sequences_per_step)
 
     def start_from(self, state: dict[str, Any], path: Path) -> None:
-        """Take the weights, and the optimiser's moments where they are known, of another run.
+        """Take the weights, and the optimiser's moments where they are known, of another run; see `read_start`.
 
         Its place in the order of sequences counts only where the order is the same. States of older versions do not
         say what theirs was: it counts as another one.
         """
         load_weights(self.model, state, path)
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
+        load_moments(self.optimizer, self.model, state.get("moments", {}))
         self.blocks = state.get("blocks", 0)
         if state.get("order") == self.order:
             self.steps_before = state["step"] + state["steps_before"]
