@@ -57,6 +57,10 @@ def test_train_resume_export_and_go_on(config, tmp_path, tiny_model):
     for start in (directory, state):
         other, said = build(config, f"output={tmp_path / 'other'}", f"init_from={start}")
         assert any(line.startswith(f"goes on from {start}") for line in said)
+        rounded = [
+            line for line in said if "rounded to 4 or 8 bits, as served" in line and "state.pt" in line
+        ]
+        assert len(rounded) == (start == directory), "said once, of weights that are not exact"
         # A state says how far it came in the order of sequences; a drafter does not.
         begins = trainer.draw(4 if start == state else 0)
         for (mine, anchors), (theirs, their_anchors) in zip(other.draw(0), begins, strict=True):

@@ -38,7 +38,7 @@ from dspark.kernels.lowbit import (
 from dspark.target.base import Target
 from dspark.target.decoder import Decoder
 
-__all__ = ["FORMAT", "load_drafter_model", "read_drafter_config", "save_drafter_model"]
+__all__ = ["FORMAT", "load_drafter_model", "read_drafter_config", "save_drafter_model", "stored_precision"]
 
 FORMAT = 1
 _HEADER = {"dspark_format", "slot_convention", "written_by", "storage", "provenance"}
@@ -111,6 +111,11 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
             )
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
     return DrafterConfig(**values)
+
+
+def stored_precision(directory: Path) -> str | None:
+    """What of its matrices a checkpoint keeps, in words; None where its writer is not ours, and may keep all."""
+    return STORAGES.get(str(_read_json(directory / "config.json").get("storage")))
 
 
 def _slot_convention(method: Any) -> str:

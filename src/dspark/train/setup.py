@@ -11,7 +11,7 @@ import torch
 
 from dspark.core import DSparkError
 from dspark.drafters.backbone import BlockDrafterModel
-from dspark.drafters.checkpoint import load_drafter_model
+from dspark.drafters.checkpoint import load_drafter_model, stored_precision
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.model import DrafterModel
 from dspark.drafters.models import build_model
@@ -135,6 +135,11 @@ def build_trainer(
         trainer.start_from(start, Path(str(config.init_from)))
         place = "the same sequences, from where it stopped" if trainer.steps_before else "an epoch begins"
         report(f"goes on from {config.init_from}, {trainer.blocks} blocks so far; {place}")
+        if "rounded" in start:
+            report(
+                f"its weights are rounded to {start['rounded']}, and it has no moments of the optimiser: the state.pt "
+                "of the run that made it would go on exactly"
+            )
     elif config.warm_start:
         trainer.form.warm_start(target, train)
         _start_head(model, target, tokenizer, counts, config, report)
@@ -176,7 +181,9 @@ def _starting_point(path: Path, target: Decoder) -> dict[str, Any]:
     """What a resume state, or a drafter checkpoint (a directory), gives to start from."""
     if path.is_dir():
         loaded = load_drafter_model(path, target)
-        return {"model": own_weights(loaded), "mask_token_id": loaded.config.mask_token_id}
+        start = {"model": own_weights(loaded), "mask_token_id": loaded.config.mask_token_id}
+        precision = stored_precision(path)
+        return start if precision is None else {**start, "rounded": precision}
     return read_start(path)
 
 
