@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dspark.core import DSparkError
+from dspark.errors import DSparkError
 
 __all__ = [
     "ChatTokenizer",
