@@ -1,4 +1,4 @@
-"""The offline LLM on a tiny model: what it refuses, and when; closing it."""
+"""The offline LLM on a tiny model: what it refuses, and when; several answers; closing it."""
 
 import weakref
 
@@ -27,6 +27,50 @@ def test_speculative_configurations_are_checked_before_anything_is_loaded(
     monkeypatch.setattr("dspark.llm.load_target", lambda *args: pytest.fail("loaded for nothing"))
     with pytest.raises(DSparkError, match=message):
         LLM(tiny_model, speculative_config=config)
+
+
+@pytest.mark.parametrize("acceptance", ["ratio", "shared_noise"])
+def test_several_answers_to_a_prompt(tiny_model, acceptance):
+    config = {"method": "ngram", "acceptance": acceptance}
+
+    def answers(*counts, seed=5):
+        """Of a new LLM, so that requests have the same numbers each time."""
+        with LLM(tiny_model, speculative_config=config, kv_cache_tokens=512, max_num_seqs=4) as llm:
+            params = [SamplingParams(n=n, temperature=1.0, max_tokens=12, seed=seed) for n in counts]
+            return llm.generate(["abcab", "hello"][: len(counts)], params)
+
+    alone, several = answers(1, 1), answers(3, 2)
+    assert [out.outputs for out in alone] == [[out] for out in alone]
+    assert [len(out.outputs) for out in several] == [3, 2]
+    for one, out in zip(alone, several, strict=True):
+        assert (out.text, out.token_ids, out.seed) == (one.text, one.token_ids, 5)
+        assert out.outputs[0] is out
+        assert len({answer.seed for answer in out.outputs}) == len(out.outputs)
+        assert len({answer.text for answer in out.outputs}) == len(out.outputs)
+        assert all(answer.prompt_token_ids == one.prompt_token_ids for answer in out.outputs)
+        assert all(answer.finished and answer.metrics.rounds > 0 for answer in out.outputs)
+    again = answers(3, 2)
+    assert [[a.token_ids for a in out.outputs] for out in again] == [
+        [a.token_ids for a in out.outputs] for out in several
+    ]
+    seeds = [[a.seed for a in out.outputs] for out in answers(2, 2, seed=None)]
+    assert len({*seeds[0], *seeds[1]}) == 4, "without a seed each draws its own"
+
+
+def test_several_answers_are_refused_where_there_is_one(tiny_model):
+    with pytest.raises(DSparkError, match="n must be 1 at temperature 0"):
+        SamplingParams(n=2, temperature=0)
+    for n in (0, 1.5, True):
+        with pytest.raises(DSparkError, match="n must be a whole number, 1 or more"):
+            SamplingParams(n=n)
+    with LLM(tiny_model, kv_cache_tokens=256) as llm:
+        with pytest.raises(DSparkError, match=r"n = 2 are for LLM\.generate"):
+            llm.stream("abc", SamplingParams(n=2))
+        with pytest.raises(DSparkError, match="outside the model's vocabulary"):
+            llm.generate(
+                ["abc", "abc"], [SamplingParams(n=2, max_tokens=8), SamplingParams(n=2, stop_token_ids=[99])]
+            )
+        assert not llm.engine.has_unfinished
 
 
 def test_a_closed_llm_says_so_and_holds_nothing(tiny_model):

@@ -15,9 +15,9 @@ from dspark import DSparkError, SamplingParams
     [
         (
             "foo",
-            "there is no parameter foo, leave it out; parameters are temperature, top_k, .*, speculative$",
+            "there is no parameter foo, leave it out; parameters are n, temperature, top_k, .*, speculative$",
         ),
-        ("best_of", "best_of is not supported, leave it out; parameters are temperature"),
+        ("best_of", "best_of is not supported, leave it out; parameters are n, temperature"),
         ("prompt_logprobs", "prompt_logprobs is not supported"),
         ("max_new_tokens", "max_new_tokens is called max_tokens here"),
         ("do_sample", "is called temperature"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ class LLM:
         """Generate for one or several prompts, batched; outputs in the prompts' order.
 
         A string is raw text, a list of messages goes through the chat template, `{"prompt_token_ids": [...]}`
-        is taken as it is. `on_event` sees every step's events (for progress).
+        is taken as it is. `on_event` sees every step's events (for progress). Where `SamplingParams.n` asks for several
+        answers, an output is the first one, and its `outputs` are all of them.
         """
         inputs = [self.encode(prompt) for prompt in as_list(prompts)]
         each: list[SamplingParams]
@@ -167,15 +169,20 @@ class LLM:
             each = list(params)
         else:
             each = [params or SamplingParams()] * len(inputs)
+        for p in each:
+            _check_params(p)
         if len(each) != len(inputs):
             raise DSparkError(
                 f"{len(inputs)} prompts came with {len(each)} sampling parameters; give one, or one each"
             )
+        # All first answers come first: they are the same requests, in the same order, as with n = 1.
+        most = max((p.n for p in each), default=0)
+        answers = [(i, number) for number in range(most) for i, p in enumerate(each) if number < p.n]
         ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
         try:
-            for prompt, p in zip(inputs, each, strict=True):
-                ids.append(self._add(prompt, p))
+            for i, number in answers:
+                ids.append(self._add(inputs[i], each[i].of_answer(number)))
             while missing := [i for i in ids if i not in outputs]:
                 self._step(missing[0])
                 for event in [e for i in ids for e in self._take(i)]:
@@ -185,7 +192,10 @@ class LLM:
                         on_event(event)
         finally:
             self._leave(ids)
-        return [outputs[i] for i in ids]
+        of_prompt: list[list[RequestOutput]] = [[] for _ in inputs]
+        for (i, _), request_id in zip(answers, ids, strict=True):
+            of_prompt[i].append(outputs[request_id])
+        return [replace(first, others=tuple(rest)) for first, *rest in of_prompt]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepEvent]:
         """Events of one prompt as they happen; closing or dropping the iterator aborts the request.
@@ -209,8 +219,7 @@ class LLM:
             self._leave([request_id])
 
     def _add(self, prompt: list[int], params: SamplingParams) -> str:
-        if not isinstance(params, SamplingParams):
-            raise DSparkError(f"sampling parameters must be SamplingParams(...), got {params!r:.60}")
+        _check_params(params)
         with self._turn:
             request_id = self.engine.add(prompt, params)
             self._inbox[request_id] = []
@@ -277,6 +286,11 @@ def _calibration(
     calibration = load_calibration(path)
     calibration.check_fits(weights_identity(directory), target_identity, gamma)
     return calibration.conditional, calibration.acceptance
+
+
+def _check_params(params: SamplingParams) -> None:
+    if not isinstance(params, SamplingParams):
+        raise DSparkError(f"sampling parameters must be SamplingParams(...), got {params!r:.60}")
 
 
 def _check_device(device: str) -> None:

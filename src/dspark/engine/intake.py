@@ -32,7 +32,11 @@ def unused_id(wanted: str | None, number: int, in_use: Container[str]) -> str:
 
 
 def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
-    """Refuse an empty prompt, ids outside the vocabulary, a prompt at or past the context edge."""
+    """Refuse an empty prompt, ids outside the vocabulary, a prompt at or past the context edge, several answers."""
+    if params.n > 1:
+        raise DSparkError(
+            f"a request has one answer, n = {params.n} are for LLM.generate: ask {params.n} times"
+        )
     if not prompt:
         raise DSparkError("the prompt has no tokens; give it some text")
     outside = next((t for t in (*prompt, *params.stop_ids) if not 0 <= t < vocab_size), None)
