@@ -11,6 +11,7 @@ from dspark.cli.lists import floats, integers
 from dspark.cli.options import (
     add_model_options,
     add_schedule_options,
+    check_sound_config,
     load_llm,
     schedule_config,
     speculative_config,
@@ -95,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     conversations = load_conversations(args.prompts)
     check_prompts(len(conversations), settings)
     configs = {method: _config(args, method) for method in args.methods}
+    for config in configs.values():
+        check_sound_config(config, args.temperature)
     # One LLM a method, with room for the widest cell; narrower cells keep fewer requests in flight. All use one set
     # of weights: with a set each, a method would find the caches full of those of the method before it.
     llms: dict[str, LLM] = {}

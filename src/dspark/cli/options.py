@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "add_sampling_options",
     "add_schedule_options",
     "check_schedule_options",
+    "check_sound_config",
     "load_llm",
     "sampling_params",
     "schedule_config",
@@ -212,6 +214,18 @@ def set_threads(count: int) -> None:
     if count < 1:
         raise DSparkError(f"--threads must be 1 or more, got {count}")
     torch.set_num_threads(count)
+
+
+def check_sound_config(config: dict[str, Any], temperatures: Sequence[float]) -> None:
+    """Refuse a speculative_config that would bias requests at one of these temperatures.
+
+    The engine does so too, but only when the model is loaded and prices are measured.
+    """
+    with nothing_collected():
+        from dspark.schedule.settings import check_sound_settings, split_config
+
+    for temperature in temperatures:
+        check_sound_settings(split_config(config)[1], temperature == 0, config["method"] not in TRAINED)
 
 
 def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -> LLM:
