@@ -32,7 +32,8 @@ class AsyncLLM:
     ...         print(event.text, end="")
 
     Args:
-        llm: belongs to this object from here on; its own `generate` and `stream` are not to be used beside it.
+        llm: belongs to this object from here on, and is closed with it; its own `generate` and `stream` are not to be
+            used beside it.
         max_waiting: requests that may wait for a place in the batch; None: any number.
         watcher: is told every step's events, in the engine's thread, before the requests are.
     """
@@ -41,7 +42,6 @@ class AsyncLLM:
         if max_waiting is not None and max_waiting < 0:
             raise DSparkError(f"max_waiting must be 0 or more, got {max_waiting}")
         self.llm, self.max_waiting, self._watcher = llm, max_waiting, watcher
-        self._engine = llm.engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliver: dict[
             str, Callable[[StepEvent], object]
@@ -57,11 +57,12 @@ class AsyncLLM:
         self.close()
 
     def close(self) -> None:
-        """Abort what runs (its readers get an output with the reason "abort") and end the thread."""
+        """Abort what runs (its readers get an output with the reason "abort"), end the thread, close the LLM."""
         if self._open:
             self._open = False
             self._commands.put(self._abort_all)
             self._thread.join()
+            self.llm.close()
 
     @property
     def healthy(self) -> bool:
@@ -71,12 +72,12 @@ class AsyncLLM:
     @property
     def num_running(self) -> int:
         """Requests in the batch."""
-        return len(self._engine.scheduler.running)
+        return len(self.llm.engine.scheduler.running) if self._open else 0
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a place in it."""
-        return len(self._engine.scheduler.waiting)
+        return len(self.llm.engine.scheduler.waiting) if self._open else 0
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """The whole answer to one prompt, as `LLM.generate` takes it. Cancelling aborts the request.
@@ -140,10 +141,11 @@ class AsyncLLM:
 
     def _run(self) -> None:
         """The engine's thread: commands first, then a step, as long as there is work; else wait for a command."""
+        engine = self.llm.engine
         while self._open:
-            self._obey(wait=not self._engine.has_unfinished)
+            self._obey(wait=not engine.has_unfinished)
             try:
-                events = self._engine.step() if self._engine.has_unfinished else []
+                events = engine.step() if engine.has_unfinished else []
             except Exception:  # the requests of that round end with "abort", and the others go on
                 _log.exception("a round failed")
                 continue
@@ -169,20 +171,20 @@ class AsyncLLM:
     def _add(self, ids: list[int], params: SamplingParams, deliver: Callable[[StepEvent], object]) -> str:
         if not self._open:
             raise DSparkError("this AsyncLLM is closed: make another one")
-        free = self._engine.config.max_num_seqs - self.num_running
+        free = self.llm.engine.config.max_num_seqs - self.num_running
         if self.max_waiting is not None and self.num_waiting >= self.max_waiting + max(0, free):
             raise OverloadedError(f"{self.num_waiting} requests wait already: try again later")
-        request_id = self._engine.add(ids, params)
+        request_id = self.llm.engine.add(ids, params)
         self._deliver[request_id] = deliver
         return request_id
 
     def _drop(self, request_id: str) -> None:
         """Its reader is gone."""
         if self._deliver.pop(request_id, None) is not None:
-            self._engine.abort(request_id)
+            self.llm.engine.abort(request_id)
 
     def _abort_all(self) -> None:
         for request_id in list(self._deliver):
-            output = self._engine.abort(request_id)
+            output = self.llm.engine.abort(request_id)
             if output is not None:
                 self._tell([StepEvent(request_id, [], [], "", output)])

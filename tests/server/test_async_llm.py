@@ -8,6 +8,7 @@ import pytest
 
 from dspark import LLM, DSparkError, SamplingParams
 from dspark.async_llm import AsyncLLM, OverloadedError
+from dspark.engine.engine import Engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
@@ -25,9 +26,8 @@ def llm(tiny_model: Path) -> Iterator[AsyncLLM]:
     served.close()
 
 
-def is_empty(llm: AsyncLLM) -> bool:
-    pool = llm.llm.engine.pool
-    return not llm.llm.engine.has_unfinished and pool.num_free == pool.num_blocks
+def is_empty(engine: Engine) -> bool:
+    return not engine.has_unfinished and engine.pool.num_free == engine.pool.num_blocks
 
 
 def test_requests_that_come_together_run_in_one_batch(llm: AsyncLLM, tiny_model: Path) -> None:
@@ -39,7 +39,7 @@ def test_requests_that_come_together_run_in_one_batch(llm: AsyncLLM, tiny_model:
 
     assert asyncio.run(all_of_them()) == alone
     assert llm.llm.engine.timings.steps < 4 * 12
-    assert is_empty(llm)
+    assert is_empty(llm.llm.engine)
 
 
 def test_a_stream_adds_up(llm: AsyncLLM) -> None:
@@ -66,7 +66,7 @@ def test_a_reader_that_goes_away_takes_its_request_along(llm: AsyncLLM) -> None:
 
     asyncio.run(leave())
     assert llm.num_running == 0
-    assert is_empty(llm)
+    assert is_empty(llm.llm.engine)
 
 
 def test_what_is_refused_is_refused_to_its_own_caller(llm: AsyncLLM) -> None:
@@ -97,6 +97,8 @@ def test_more_than_may_wait_are_told_so(tiny_model: Path) -> None:
 
 
 def test_closing_ends_what_runs(llm: AsyncLLM) -> None:
+    engine = llm.llm.engine
+
     async def close() -> None:
         events = llm.stream("abc", LONG)
         await anext(events)
@@ -108,7 +110,10 @@ def test_closing_ends_what_runs(llm: AsyncLLM) -> None:
 
     asyncio.run(close())
     assert not llm.healthy
-    assert is_empty(llm)
+    assert (llm.num_running, llm.num_waiting) == (0, 0)
+    assert is_empty(engine)
+    with pytest.raises(DSparkError, match="closed"):
+        llm.llm.generate("abc", GREEDY)
 
 
 def test_a_round_that_fails_ends_its_requests_and_no_others(
