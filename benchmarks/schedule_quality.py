@@ -29,7 +29,6 @@ from dspark.data import load_prompts
 from dspark.drafters.methods import LOOKUP
 from dspark.engine.engine import Engine
 from dspark.evaluate.throughput import ThroughputSettings, run_throughput
-from dspark.target.base import Target
 
 PLAIN = "none"  # run_throughput's name for it
 AGAIN = "none again"  # a second engine that decodes plainly: what it differs by is the machine's doing
@@ -142,23 +141,19 @@ def parse() -> argparse.Namespace:
 
 def build_engines(args: argparse.Namespace) -> dict[str, Engine]:
     """By arm. They share one set of weights, so that no arm finds the caches full of another's."""
-    target: Target | None = None
+    plain = LLM(args.model, max_num_seqs=max(args.concurrency))
 
     def engine(length: int, policy: str = "fixed") -> Engine:
-        nonlocal target
         config: dict[str, Any] | None = None
         if length:
             method = args.method.removesuffix(LOOKUP)
             config = {"method": method, "num_speculative_tokens": length, "policy": policy}
             if args.method.endswith(LOOKUP):
                 config["prompt_lookup_num_tokens"] = max(args.lengths)
-        own = LLM(args.model, speculative_config=config, max_num_seqs=max(args.concurrency)).engine
-        if target is None:
-            target = own.target
-            return own
-        return Engine(target, own.drafter, own.policy, own.tokenizer, own.config, calibrate=own.calibrate)
+        llm = LLM(args.model, speculative_config=config, max_num_seqs=max(args.concurrency), weights_of=plain)
+        return llm.engine
 
-    engines = {PLAIN: engine(0), AGAIN: engine(0)} | {str(n): engine(n) for n in args.lengths}
+    engines = {PLAIN: plain.engine, AGAIN: engine(0)} | {str(n): engine(n) for n in args.lengths}
     return engines | {args.policy: engine(max(args.lengths), args.policy)}
 
 

@@ -2,7 +2,7 @@
 
     python examples/varied_prompts.py ANSWERS.jsonl... --output prompts.jsonl [--count 3000] [--seed 0]
 
-ANSWERS are files that `dspark data generate` wrote: their answers serve as documents (to summarise, to explain,
+ANSWERS are jsonl or jsonl.gz files that `dspark data generate` wrote: their answers serve as documents (to summarise, to explain,
 to question) and as first turns of longer conversations. Each line of the output is
 {"domain", "source", "messages"}. No built-in prompt is among them: those stay held out.
 """
@@ -13,8 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from dspark.errors import DSparkError
+from dspark.train.data import conversation, read_records
 
 TOPICS = """
 sleep; houseplants; compost; bicycle maintenance; public speaking; job interviews; sourdough; knitting; chess openings;
@@ -129,6 +133,20 @@ def phrases(text: str) -> list[str]:
     return [" ".join(phrase.split()) for phrase in text.split(";")]
 
 
+def read_answers(paths: Iterable[Path]) -> Iterator[dict]:
+    """Domain and messages of every record.
+
+    Raises:
+        DSparkError: a file that cannot be read, or a record without an answer; the message says where.
+    """
+    for path in paths:
+        for number, record in read_records(path):
+            messages = conversation(record, f"{path}:{number}")
+            if len(messages) < 2 or messages[-1]["role"] != "assistant":
+                raise DSparkError(f"{path}:{number} needs messages that end with an answer of the assistant")
+            yield {"domain": record.get("domain") or "chat", "messages": messages}
+
+
 def varied(answers: list[dict], seed: int) -> Iterator[dict]:
     """Prompts without end: 35% topics, 15% programs, 15% sums, 20% documents, 15% follow-ups."""
     rng = random.Random(seed)
@@ -165,7 +183,7 @@ def _row(domain: str, source: str, *turns: str) -> dict:
     return {"domain": domain, "source": source, "messages": messages}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -174,14 +192,19 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    answers = [json.loads(line) for path in args.answers for line in path.open()]
+    try:
+        answers = list(read_answers(args.answers))
+    except DSparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     rows: dict[str, dict] = {}
     for row in varied(answers, args.seed):
         rows.setdefault(json.dumps(row["messages"]), row)
         if len(rows) == args.count:
             break
     args.output.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

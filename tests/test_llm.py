@@ -154,3 +154,17 @@ def test_streams_may_be_read_in_turn_and_others_may_abort(llm):
 def test_what_is_no_prompt_is_refused(llm, prompts):
     with pytest.raises(DSparkError):
         llm.generate(prompts, GREEDY)
+
+
+def test_two_llms_over_one_set_of_weights(llm):
+    drafts = LLM(
+        speculative_config={"method": "dspark"}, max_num_seqs=2, kv_cache_tokens=1024, weights_of=llm
+    )
+    assert drafts.engine.target is llm.engine.target
+    assert drafts.engine.pool is not llm.engine.pool
+    (plain,) = llm.generate(QUESTION, GREEDY)
+    with ThreadPoolExecutor(2) as threads:  # they take turns: a target's buffers serve one pass at a time
+        texts = list(threads.map(lambda m: m.generate(QUESTION, GREEDY)[0].token_ids, [drafts, llm] * 2))
+    assert texts == [plain.token_ids] * 4
+    with pytest.raises(DSparkError, match="another model, device or dtype"):
+        LLM(activation_dtype="float32", weights_of=llm)

@@ -195,7 +195,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request (or, from `Engine.step`, its state after a round)."""
+    """A finished request (or, from `Engine.step`, its state after a round).
+
+    Of a prompt with several answers (`SamplingParams.n`) this is the first one, and `outputs` has all.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -206,6 +209,12 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None
     seed: int
     metrics: RequestMetrics
+    others: tuple[RequestOutput, ...] = ()  # further answers to the same prompt
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """All answers to the prompt: vLLM's `outputs[i].text`, `.token_ids`, `.finish_reason` and so on."""
+        return [self, *self.others]
 
     @property
     def finished(self) -> bool:

@@ -5,31 +5,29 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dspark.calibrate.formats import CALIBRATION_FILE, load_calibration
 from dspark.calibrate.jobs import drafter_directory, weights_identity
 from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
-from dspark.drafters.registry import build_drafter, method_of
+from dspark.drafters.registry import build_drafter, check_keys, method_of
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.rehearsal import rehearse
 from dspark.kernels.compilation import compile_kernels
 from dspark.profile import ensure_profile, fingerprint, read_cost_table
+from dspark.prompts import Prompt, as_list, encode_prompt
 from dspark.schedule.cost import CostModel
 from dspark.schedule.settings import ScheduleSettings, build_policy, split_config
 from dspark.schedule.survival import Calibrate
-from dspark.target.load import load_target
+from dspark.target.load import LoadedTarget, load_target
 from dspark.target.zoo import resolve
 
 __all__ = ["LLM", "Prompt"]
-
-Messages = Sequence[Mapping[str, str]]
-Prompt = str | Messages | Mapping[str, Sequence[int]]
 
 _log = logging.getLogger("dspark")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -38,8 +36,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 class LLM:
     """A target model with an optional drafter. Several threads may use it: their requests run in one batch.
 
-    >>> llm = LLM("smollm2-135m", speculative_config={"method": "dspark"})
-    >>> llm.generate([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=64))
+    >>> with LLM("smollm2-135m", speculative_config={"method": "dspark"}) as llm:
+    ...     llm.generate([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=64))
+
+    The `with` block, or `close()`, ends with the weights and the KV pool released; without either they go with the LLM.
 
     Args:
         model: a known name, a Hugging Face directory, or a .gguf file.
@@ -50,6 +50,8 @@ class LLM:
         activation_dtype: auto, float32 or int8; of the products with quantised weights, see `load_target`.
         kv_cache_dtype: auto, float32, float16 or bfloat16; see `load_target`.
         report: gets a line before work that takes seconds (the first time: conversion, compiling kernels).
+        weights_of: an LLM of the same model, device and dtypes, whose weights this one uses instead of loading them
+            again: to compare methods, or to serve some requests another way. Threads that use both take turns.
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size, kv_cache_tokens: see `EngineConfig`.
 
     Raises:
@@ -71,11 +73,13 @@ class LLM:
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         report: Callable[[str], None] = _log.info,
+        weights_of: LLM | None = None,
     ) -> None:
         if dtype not in _DTYPES:
             raise DSparkError(f"dtype {dtype!r} is not supported; choose from {', '.join(_DTYPES)}")
         _check_device(device)
         drafting, schedule = split_config(speculative_config)
+        check_keys(drafting)
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -88,7 +92,21 @@ class LLM:
         if device == "cpu" and dtype == "float32":
             compile_kernels(report)
             rehearse()
-        loaded = load_target(directory, _DTYPES[dtype], device, report, activation_dtype, kv_cache_dtype)
+        served_as = (directory, dtype, device, activation_dtype, kv_cache_dtype)
+        if weights_of is None:
+            loaded = load_target(directory, _DTYPES[dtype], device, report, activation_dtype, kv_cache_dtype)
+        elif weights_of._loaded is None:
+            raise DSparkError(
+                "weights_of is an LLM that was closed: give an open one, or leave weights_of out"
+            )
+        elif weights_of._served_as == served_as:
+            loaded = weights_of._loaded
+        else:
+            raise DSparkError(
+                "weights_of is an LLM of another model, device or dtype: give the same, or leave weights_of out"
+            )
+        self._loaded: LoadedTarget | None = loaded
+        self._served_as: tuple[object, ...] = served_as
         self.model, self.tokenizer = str(model), loaded.tokenizer
         drafter, block = build_drafter(drafting, loaded.decoder)
 
@@ -101,8 +119,37 @@ class LLM:
         calibrate, acceptance = _calibration(schedule, drafting, loaded.decoder.identity, block.length)
         policy = build_policy(schedule, block.length, prices, report, acceptance)
         self._inbox: dict[str, list[StepEvent]] = {}
-        self._turn = threading.RLock()  # whoever changes the engine or an inbox has it
-        self.engine = Engine(loaded.decoder, drafter, policy, loaded.tokenizer, config, calibrate=calibrate)
+        # Whoever changes the engine or an inbox has it; a target's own buffers serve one pass at a time.
+        self._turn: threading.RLock = threading.RLock() if weights_of is None else weights_of._turn
+        self._engine: Engine | None = Engine(
+            loaded.decoder, drafter, policy, loaded.tokenizer, config, calibrate=calibrate
+        )
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs, and release the weights (unless another LLM uses them) and the KV pool.
+
+        Streams that are still read, and whatever is asked afterwards, raise DSparkError. Closing again does nothing.
+        """
+        with self._turn:
+            self._inbox.clear()
+            self._engine = self._loaded = None
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests.
+
+        Raises:
+            DSparkError: the LLM was closed.
+        """
+        if self._engine is None:
+            raise DSparkError("this LLM is closed: make another one")
+        return self._engine
 
     def generate(
         self,
@@ -113,23 +160,29 @@ class LLM:
         """Generate for one or several prompts, batched; outputs in the prompts' order.
 
         A string is raw text, a list of messages goes through the chat template, `{"prompt_token_ids": [...]}`
-        is taken as it is. `on_event` sees every step's events (for progress).
+        is taken as it is. `on_event` sees every step's events (for progress). Where `SamplingParams.n` asks for several
+        answers, an output is the first one, and its `outputs` are all of them.
         """
-        inputs = [self.encode(prompt) for prompt in _as_list(prompts)]
+        inputs = [self.encode(prompt) for prompt in as_list(prompts)]
         each: list[SamplingParams]
         if isinstance(params, Sequence) and not isinstance(params, str):
             each = list(params)
         else:
             each = [params or SamplingParams()] * len(inputs)
+        for p in each:
+            _check_params(p)
         if len(each) != len(inputs):
             raise DSparkError(
                 f"{len(inputs)} prompts came with {len(each)} sampling parameters; give one, or one each"
             )
+        # All first answers come first: they are the same requests, in the same order, as with n = 1.
+        most = max((p.n for p in each), default=0)
+        answers = [(i, number) for number in range(most) for i, p in enumerate(each) if number < p.n]
         ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
         try:
-            for prompt, p in zip(inputs, each, strict=True):
-                ids.append(self._add(prompt, p))
+            for i, number in answers:
+                ids.append(self._add(inputs[i], each[i].of_answer(number)))
             while missing := [i for i in ids if i not in outputs]:
                 self._step(missing[0])
                 for event in [e for i in ids for e in self._take(i)]:
@@ -139,7 +192,10 @@ class LLM:
                         on_event(event)
         finally:
             self._leave(ids)
-        return [outputs[i] for i in ids]
+        of_prompt: list[list[RequestOutput]] = [[] for _ in inputs]
+        for (i, _), request_id in zip(answers, ids, strict=True):
+            of_prompt[i].append(outputs[request_id])
+        return [replace(first, others=tuple(rest)) for first, *rest in of_prompt]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepEvent]:
         """Events of one prompt as they happen; closing or dropping the iterator aborts the request.
@@ -163,8 +219,7 @@ class LLM:
             self._leave([request_id])
 
     def _add(self, prompt: list[int], params: SamplingParams) -> str:
-        if not isinstance(params, SamplingParams):
-            raise DSparkError(f"sampling parameters must be SamplingParams(...), got {params!r:.60}")
+        _check_params(params)
         with self._turn:
             request_id = self.engine.add(prompt, params)
             self._inbox[request_id] = []
@@ -176,24 +231,27 @@ class LLM:
         Threads take turns, and whoever has the turn works for all of them.
         """
         with self._turn:
+            engine = self.engine
             if self._inbox[awaited]:
                 return
-            if awaited not in self.engine and not self.engine.has_unfinished:  # waiting would never end
+            if awaited not in engine and not engine.has_unfinished:  # waiting would never end
                 raise DSparkError(f"{awaited} was aborted while its output was awaited")
-            for event in self.engine.step():
+            for event in engine.step():
                 if event.request_id in self._inbox:
                     self._inbox[event.request_id].append(event)
 
     def _take(self, request_id: str) -> list[StepEvent]:
         with self._turn:
-            events, self._inbox[request_id] = self._inbox[request_id], []
+            events = self._inbox.get(request_id, [])  # none once the LLM is closed, which the next step says
+            self._inbox[request_id] = []
         return events
 
     def _leave(self, ids: Sequence[str]) -> None:
         """Abort what still runs and forget the inboxes: nothing runs on without a reader."""
         with self._turn:
             for request_id in ids:
-                self.engine.abort(request_id)
+                if self._engine is not None:
+                    self._engine.abort(request_id)
                 self._inbox.pop(request_id, None)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -202,23 +260,7 @@ class LLM:
         Raises:
             DSparkError: neither text, messages, nor a mapping with token ids.
         """
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
-        if isinstance(prompt, Mapping):
-            ids = prompt.get("prompt_token_ids")
-            whole = isinstance(ids, Sequence | np.ndarray) and all(
-                isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids
-            )
-            if set(prompt) != {"prompt_token_ids"} or ids is None or not whole:
-                raise DSparkError('a prompt given as a mapping must be {"prompt_token_ids": [whole numbers]}')
-            return [int(i) for i in ids]
-        if isinstance(prompt, Sequence):
-            messages = [message for message in prompt if isinstance(message, Mapping)]
-            if len(messages) == len(prompt):
-                return self.tokenizer.apply_chat_template(messages)
-        raise DSparkError(
-            f'a prompt is text, a list of messages or {{"prompt_token_ids": [...]}}, got {prompt!r:.60}'
-        )
+        return encode_prompt(self.tokenizer, prompt)
 
 
 def _calibration(
@@ -246,6 +288,11 @@ def _calibration(
     return calibration.conditional, calibration.acceptance
 
 
+def _check_params(params: SamplingParams) -> None:
+    if not isinstance(params, SamplingParams):
+        raise DSparkError(f"sampling parameters must be SamplingParams(...), got {params!r:.60}")
+
+
 def _check_device(device: str) -> None:
     """Refuse a device that this torch cannot use."""
     try:
@@ -256,18 +303,3 @@ def _check_device(device: str) -> None:
         raise DSparkError(
             f"the device {device!r} is not available here: use cpu, or cuda where PyTorch has it"
         )
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt (text, messages, ids) from several."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise DSparkError(
-            'prompts must be text, messages, {"prompt_token_ids": [...]} or a list of these, '
-            f"got {prompts!r:.60}"
-        )
-    items = list(prompts)
-    if items and all(isinstance(m, Mapping) and "role" in m for m in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]

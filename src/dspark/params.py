@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
 from dspark.errors import DSparkError
+from dspark.typed import keywords_checked
 
 __all__ = ["SamplingParams"]
 
@@ -23,6 +25,7 @@ _REALS = {  # name -> lowest, highest, and what the range is called
 }
 _ABOVE_LOWEST = {"top_p", "repetition_penalty"}  # whose lowest value itself is excluded
 _WHOLES = {
+    "n": (1, math.inf, "1 or more"),
     "top_k": (-1, math.inf, "0 or more, -1 or 0 for off"),
     "min_tokens": (0, math.inf, "0 or more"),
     "max_tokens": (0, math.inf, "0 or more"),
@@ -31,8 +34,32 @@ _WHOLES = {
 }
 _OPTIONAL = {"max_tokens", "seed", "logprobs"}
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "raw_logprobs", "speculative")
+_CALLED = {  # what transformers and OpenAI call a parameter -> its name here
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "eos_token_id": "stop_token_ids",
+    "stop_strings": "stop",
+    "top_logprobs": "logprobs",
+    "num_return_sequences": "n",
+    "do_sample": "temperature (0 is greedy)",
+}
+_ELSEWHERE = {  # what vLLM, OpenAI and transformers have besides
+    *("best_of", "use_beam_search", "num_beams", "length_penalty", "typical_p", "bad_words"),
+    *("allowed_token_ids", "prompt_logprobs", "flat_logprobs", "detokenize", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "truncate_prompt_tokens", "logits_processors", "output_kind"),
+    *("structured_outputs", "guided_decoding", "response_format", "extra_args"),
+}
 
 
+def _no_such_parameter(name: str, known: list[str]) -> str:
+    if name in _CALLED:
+        return f"SamplingParams: {name} is called {_CALLED[name]} here"
+    problem = f"{name} is not supported" if name in _ELSEWHERE else f"there is no parameter {name}"
+    return f"SamplingParams: {problem}, leave it out; parameters are {', '.join(known)}"
+
+
+@keywords_checked(_no_such_parameter)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends.
@@ -44,12 +71,13 @@ class SamplingParams:
     run too, set the acceptance rule `shared_noise`: under `ratio` a request's own number counts as well. `max_tokens`
     None runs to the context edge. `logprobs` n returns the chosen token's log-probability and the n most likely
     tokens' ones, after temperature and filters; with `raw_logprobs` before them. `speculative` False decodes this
-    request plainly.
+    request plainly. `n` answers are sampled to each prompt of `LLM.generate`: see `of_answer`.
 
     Raises:
-        DSparkError: a value is out of range, not finite or of the wrong type.
+        DSparkError: a parameter is not known, or a value out of range, not finite or of the wrong type.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -82,6 +110,8 @@ class SamplingParams:
                 continue
             if not _is_whole(value) or not low <= value <= high:
                 raise DSparkError(f"{name} must be a whole number, {words}, got {value!r}")
+        if self.n > 1 and self.greedy:
+            raise DSparkError(f"n must be 1 at temperature 0, where all answers are the same, got {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise DSparkError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
         for name in _FLAGS:
@@ -90,6 +120,19 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    def of_answer(self, number: int) -> SamplingParams:
+        """The parameters of one of `n` answers, from 0: each is a request, with a seed that follows from `seed`.
+
+        The first one has `seed` itself, and is the answer that there would be without the others.
+        """
+        if self.n == 1:
+            return self
+        seed = self.seed
+        if seed is not None and number > 0:
+            digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
+            seed = int.from_bytes(digest[:8], "big") >> 1  # below 2^63
+        return replace(self, n=1, seed=seed)
 
     @property
     def greedy(self) -> bool:

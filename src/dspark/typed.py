@@ -1,15 +1,43 @@
-"""Check the fields of a configuration dataclass against their annotations."""
+"""Check the fields of a configuration dataclass against their annotations, and what it is made with against them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dspark.errors import DSparkError
 
-__all__ = ["check_fields"]
+__all__ = ["check_fields", "keywords_checked"]
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def keywords_checked(explain: Callable[[str, list[str]], str]) -> Callable[[_Class], _Class]:
+    """Decorate a dataclass so that a keyword that is no field of it raises DSparkError, not TypeError.
+
+    Args:
+        explain: the message, from the keyword and the names of all fields.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        known = [field.name for field in dataclasses.fields(cls) if field.init]
+        init = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(init)  # which leaves its signature to whoever inspects it
+        def checked(self: Any, *args: Any, **given: Any) -> None:
+            for name in given:
+                if name not in known:
+                    raise DSparkError(explain(name, known))
+            init(self, *args, **given)
+
+        cls.__init__ = checked  # type: ignore[misc]
+        return cls
+
+    return decorate
 
 
 def check_fields(config: Any, what: str) -> None:

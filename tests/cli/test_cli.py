@@ -273,6 +273,30 @@ def test_chat_schedules_as_generate_does(llms: list[FakeLLM], monkeypatch: pytes
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("verb", [["generate", "Hi"], ["chat"], ["bench", "throughput"]])
+def test_what_would_bias_the_output_is_refused_before_a_model_is_loaded(
+    llms: list[FakeLLM], capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    methods = ["--methods", "none,dspark+lookup"] if verb[0] == "bench" else ["--method", "dspark"]
+    argv = [*verb, "--model", "fake", *methods, "--policy", "global"]
+    assert main([*argv, "--temperature", "1"]) == 2
+    assert "biases the output" in capsys.readouterr().err
+    assert not llms
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--temperature", "0"],
+        ["--temperature", "1", "--acceptance", "shared_noise"],
+        ["--temperature", "1", "--method", "ngram"],
+    ],
+)
+def test_what_is_sound_goes_on(llms: list[FakeLLM], options: list[str]) -> None:
+    assert main(["generate", "Hi", "--model", "fake", "--policy", "global", *options]) == 0
+    assert llms[0].config["policy"] == "global"
+
+
 def test_chat_drops_the_oldest_turns_and_says_so(
     llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,15 @@ def test_bad_input_is_one_line(argv, message, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("verb", [["profile"], ["bench", "round"], ["bench", "kernels"]])
+def test_a_model_that_is_not_there_is_refused_before_kernels_are_compiled(verb, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "dspark.kernels.compilation.compile_kernels", lambda report: pytest.fail("compiled for nothing")
+    )
+    assert main([*verb, "--model", "no-such-model"]) == 2
+    assert "no model 'no-such-model'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "method", "policy", "config"),
     [

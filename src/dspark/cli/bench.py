@@ -11,6 +11,7 @@ from dspark.cli.lists import floats, integers
 from dspark.cli.options import (
     add_model_options,
     add_schedule_options,
+    check_sound_config,
     load_llm,
     schedule_config,
     speculative_config,
@@ -20,6 +21,8 @@ from dspark.schedule.names import POLICIES
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from dspark.llm import LLM
 
 __all__ = ["add_parser"]
 
@@ -77,7 +80,7 @@ def _methods(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the settings, load one LLM a method, measure, report."""
+    """Check the settings, make one LLM a method, measure, report."""
     from dspark.cli.progress import progress_bar
     from dspark.evaluate.conversations import load_conversations
     from dspark.evaluate.throughput import ThroughputSettings, check_prompts, plan_runs, run_throughput
@@ -93,8 +96,15 @@ def run(args: argparse.Namespace) -> int:
     conversations = load_conversations(args.prompts)
     check_prompts(len(conversations), settings)
     configs = {method: _config(args, method) for method in args.methods}
-    # One LLM a method, with room for the widest cell; narrower cells keep fewer requests in flight.
-    llms = {m: load_llm(args, config, max_num_seqs=max(args.concurrency)) for m, config in configs.items()}
+    for config in configs.values():
+        check_sound_config(config, args.temperature)
+    # One LLM a method, with room for the widest cell; narrower cells keep fewer requests in flight. All use one set
+    # of weights: with a set each, a method would find the caches full of those of the method before it.
+    llms: dict[str, LLM] = {}
+    first: LLM | None = None
+    for method, config in configs.items():
+        llms[method] = load_llm(args, config, max_num_seqs=max(args.concurrency), weights_of=first)
+        first = first or llms[method]
     tokenizer = next(iter(llms.values())).tokenizer
     prompts = [tokenizer.apply_chat_template(asked.messages) for asked in conversations]
     engines = {method: llm.engine for method, llm in llms.items()}

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     check_json_path(args.json)
     if args.threads is not None:
         set_threads(args.threads)
-    compile_kernels(say)
     weights = model_weights(args.model, say)
+    compile_kernels(say)
     with progress_bar("repeats", settings.repeats) as advance:
         facts = measure_kernels(weights, settings, advance)
     if facts["unsupported"]:

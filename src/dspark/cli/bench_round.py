@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from dspark.kernels.compilation import compile_kernels
     from dspark.measure import RoundSettings, measure_rounds
     from dspark.target.load import load_target
+    from dspark.target.zoo import resolve
 
     if args.device != "cpu" or args.dtype != "float32":
         raise DSparkError("bench round measures float32 on a CPU: leave --device and --dtype out")
@@ -70,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
     check_json_path(args.json)
     if args.threads is not None:
         set_threads(args.threads)
+    directory = resolve(args.model, say)  # a model that is not there is refused before kernels are compiled
     compile_kernels(say)
-    loaded = load_target(args.model, report=say, activation_dtype=args.activation_dtype)
+    loaded = load_target(directory, report=say, activation_dtype=args.activation_dtype)
     drafter, block = build_drafter(config, loaded.decoder)
     drafts = args.num_speculative_tokens or (drafter.max_draft if drafter is not None else block.length)
     settings = RoundSettings(**chosen, drafts=drafts)

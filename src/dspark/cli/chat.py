@@ -17,6 +17,7 @@ from dspark.cli.options import (
     add_sampling_options,
     add_schedule_options,
     check_schedule_options,
+    check_sound_config,
     load_llm,
     sampling_params,
     schedule_config,
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
     check_schedule_options(args)
     config |= schedule_config(args, args.method)
+    check_sound_config(config, [params.temperature])
     conversation = Conversation(load_llm(args, config, max_num_seqs=1), params, args.system)
     say(COMMANDS)
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -11,6 +11,7 @@ from dspark.cli.options import (
     add_sampling_options,
     add_schedule_options,
     check_schedule_options,
+    check_sound_config,
     load_llm,
     sampling_params,
     schedule_config,
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
         check_schedule_options(args)
         config |= schedule_config(args, args.method)
+        check_sound_config(config, [params.temperature])
         _check(args)
         prompt = _prompt(args)
         llm = load_llm(args, config, max_num_seqs=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "add_sampling_options",
     "add_schedule_options",
     "check_schedule_options",
+    "check_sound_config",
     "load_llm",
     "sampling_params",
     "schedule_config",
@@ -74,13 +76,13 @@ def add_model_options(
     )
 
 
-def add_schedule_options(parser: argparse.ArgumentParser) -> None:
-    """--policy and what belongs to it, --acceptance."""
+def add_schedule_options(parser: argparse.ArgumentParser, policy: str = "fixed") -> None:
+    """--policy (by default `policy`) and what belongs to it, --acceptance."""
     group = parser.add_argument_group("scheduling")
     group.add_argument(
         "--policy",
         choices=POLICIES,
-        default="fixed",
+        default=policy,
         help="how much is drafted and verified; auto picks a sound search, and may draft nothing (%(default)s)",
     )
     group.add_argument(
@@ -104,11 +106,11 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_schedule_options(args: argparse.Namespace) -> None:
-    """Refuse what `add_schedule_options` offers where nobody drafts."""
+def check_schedule_options(args: argparse.Namespace, policy: str = "fixed") -> None:
+    """Refuse what `add_schedule_options` offers, its default `policy` apart, where nobody drafts."""
     from dspark.core import DSparkError
 
-    options = {"policy": "fixed", "threshold": None, "cost_table": None, "calibration": None}
+    options = {"policy": policy, "threshold": None, "cost_table": None, "calibration": None}
     given = [name for name, default in options.items() if getattr(args, name) != default]
     if args.method == "none" and given:
         name = given[0].replace("_", "-")
@@ -212,6 +214,18 @@ def set_threads(count: int) -> None:
     if count < 1:
         raise DSparkError(f"--threads must be 1 or more, got {count}")
     torch.set_num_threads(count)
+
+
+def check_sound_config(config: dict[str, Any], temperatures: Sequence[float]) -> None:
+    """Refuse a speculative_config that would bias requests at one of these temperatures.
+
+    The engine does so too, but only when the model is loaded and prices are measured.
+    """
+    with nothing_collected():
+        from dspark.schedule.settings import check_sound_settings, split_config
+
+    for temperature in temperatures:
+        check_sound_settings(split_config(config)[1], temperature == 0, config["method"] not in TRAINED)
 
 
 def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -> LLM:

@@ -90,6 +90,7 @@ def _measure(args: argparse.Namespace) -> Profile:
     from dspark.kernels.compilation import compile_kernels
     from dspark.profile import ProfileSettings, ensure_profile
     from dspark.target.load import load_target
+    from dspark.target.zoo import resolve
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
     if args.dtype not in dtypes:
@@ -100,9 +101,10 @@ def _measure(args: argparse.Namespace) -> Profile:
     config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
     if args.threads is not None:
         set_threads(args.threads)
+    directory = resolve(args.model, say)  # a model that is not there is refused before kernels are compiled
     if args.device == "cpu" and args.dtype == "float32":
         compile_kernels(say)
-    loaded = load_target(args.model, dtypes[args.dtype], args.device, say, args.activation_dtype)
+    loaded = load_target(directory, dtypes[args.dtype], args.device, say, args.activation_dtype)
     drafter, block = build_drafter(config, loaded.decoder)
     return ensure_profile(loaded.decoder, drafter, block.length, args.max_num_seqs, say, settings, again=True)
 

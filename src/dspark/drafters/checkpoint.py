@@ -38,7 +38,7 @@ from dspark.kernels.lowbit import (
 from dspark.target.base import Target
 from dspark.target.decoder import Decoder
 
-__all__ = ["FORMAT", "load_drafter_model", "read_drafter_config", "save_drafter_model"]
+__all__ = ["FORMAT", "load_drafter_model", "read_drafter_config", "save_drafter_model", "stored_precision"]
 
 FORMAT = 1
 _HEADER = {"dspark_format", "slot_convention", "written_by", "storage", "provenance"}
@@ -113,6 +113,11 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
     return DrafterConfig(**values)
 
 
+def stored_precision(directory: Path) -> str | None:
+    """What of its matrices a checkpoint keeps, in words; None where its writer is not ours, and may keep all."""
+    return STORAGES.get(str(_read_json(directory / "config.json").get("storage")))
+
+
 def _slot_convention(method: Any) -> str:
     return _CHAIN_SLOTS if method in AUTOREGRESSIVE else _BLOCK_SLOTS
 
@@ -163,7 +168,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise DSparkError(f"{path} cannot be read ({error}): copy or save it again") from None
+        raise DSparkError(
+            f"{path} is damaged, truncated or no safetensors file ({error}): copy or save it again"
+        ) from None
 
 
 class _Uninitialised(TorchFunctionMode):
@@ -269,8 +276,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise DSparkError(
             f"{path} does not exist: a drafter checkpoint is config.json and model.safetensors"
         ) from None
-    except json.JSONDecodeError as error:
-        raise DSparkError(f"{path} is not valid JSON ({error.msg})") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DSparkError(f"{path} is not valid JSON ({error}): copy or save it again") from None
     if not isinstance(raw, dict):
         raise DSparkError(f"{path} must hold a JSON object")
     return raw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from dspark.drafters.methods import METHODS, TRAINED
 from dspark.drafters.models import serve
 from dspark.drafters.ngram import NgramDrafter
 from dspark.schedule.policies import FixedLength
+from dspark.schedule.settings import ScheduleSettings
 from dspark.target.base import Target
 
-__all__ = ["build_drafter", "method_of", "shipped_drafters"]
+__all__ = ["build_drafter", "check_keys", "method_of", "shipped_drafters"]
 
 _KEYS = {
     "method",
@@ -46,15 +48,14 @@ def method_of(config: Mapping[str, Any]) -> Any:
     return config.get("method") or ("dspark" if "model" in config else None)
 
 
-def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Drafter | None, FixedLength]:
-    """The drafter that `config` asks for, and its block as the fixed policy. Keys are vLLM's speculative_config keys;
-    those about scheduling are `schedule.settings`' and must be taken out before.
+def check_keys(config: Mapping[str, Any] | None) -> None:
+    """Refuse what is no configuration of a drafter, whatever its target is; scheduling's keys must be taken out before.
 
     Raises:
-        DSparkError: unknown or unsupported key, unknown method, unusable checkpoint, too many tokens.
+        DSparkError: no mapping, unknown method, unknown or unsupported key.
     """
     if config is None:
-        return None, FixedLength(0)
+        return
     if not isinstance(config, Mapping):
         raise DSparkError(
             f'speculative_config must be a mapping such as {{"method": "dspark"}}, got {config!r}'
@@ -64,10 +65,24 @@ def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Dra
         raise DSparkError(f"speculative method {method!r} is not known; choose from {', '.join(METHODS)}")
     unknown = sorted(set(config) - _KEYS_OF[method], key=str)
     if unknown:
+        scheduling = ", ".join(field.name for field in fields(ScheduleSettings))
         raise DSparkError(
             f"speculative_config key {unknown[0]!r} is not supported for method {method}; "
-            f"supported: {', '.join(sorted(_KEYS_OF[method]))}"
+            f"supported: {', '.join(sorted(_KEYS_OF[method]))}, and of scheduling {scheduling}"
         )
+
+
+def build_drafter(config: Mapping[str, Any] | None, target: Target) -> tuple[Drafter | None, FixedLength]:
+    """The drafter that `config` asks for, and its block as the fixed policy. Keys are vLLM's speculative_config keys;
+    those about scheduling are `schedule.settings`' and must be taken out before.
+
+    Raises:
+        DSparkError: unknown or unsupported key, unknown method, unusable checkpoint, too many tokens.
+    """
+    check_keys(config)
+    if config is None:
+        return None, FixedLength(0)
+    method = method_of(config)
     count = _whole(config, "num_speculative_tokens")
     if method == "none":
         return None, FixedLength(0)

@@ -35,7 +35,11 @@ __all__ = [
     "take_blocks",
 ]
 
-STORAGES = ("blocks", "int8", "float16")
+STORAGES = {
+    "blocks": "4 or 8 bits, as served",
+    "int8": "8 bits",
+    "float16": "16 bits",
+}  # what of a matrix is kept
 SHARED = ("embed.weight", "lm_head.weight")  # the target's; not stored in our dialect
 CONTEXT = "context_kv"
 _SCALE = ".scale"

@@ -6,11 +6,12 @@ from collections.abc import Container
 
 import numpy as np
 
-from dspark.acceptance import AcceptanceRule, tolerates_live
+from dspark.acceptance import AcceptanceRule
 from dspark.compilation import compiled
 from dspark.core import DSparkError, SamplingParams
 from dspark.drafters.base import Drafter
 from dspark.schedule.policies import Dependence, Policy
+from dspark.schedule.settings import refuse_biased
 
 __all__ = ["check_lengths", "check_policy", "check_prompt", "check_sound", "longest_total", "unused_id"]
 
@@ -31,7 +32,11 @@ def unused_id(wanted: str | None, number: int, in_use: Container[str]) -> str:
 
 
 def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
-    """Refuse an empty prompt, ids outside the vocabulary, a prompt at or past the context edge."""
+    """Refuse an empty prompt, ids outside the vocabulary, a prompt at or past the context edge, several answers."""
+    if params.n > 1:
+        raise DSparkError(
+            f"a request has one answer, n = {params.n} are for LLM.generate: ask {params.n} times"
+        )
     if not prompt:
         raise DSparkError("the prompt has no tokens; give it some text")
     outside = next((t for t in (*prompt, *params.stop_ids) if not 0 <= t < vocab_size), None)
@@ -69,14 +74,8 @@ def check_sound(
     policy: Policy, drafter: Drafter | None, params: SamplingParams, rule: AcceptanceRule = "ratio"
 ) -> None:
     """Refuse a policy that would bias this request's output (losslessness is typed)."""
-    if drafter is None or not params.speculative or policy.dependence is not Dependence.LIVE:
-        return
-    if not tolerates_live(np.array([params.greedy]), drafter.deterministic, rule)[0]:
-        raise DSparkError(
-            "this policy looks at the block whose verification it decides (LIVE): under the ratio rule, with sampled "
-            "drafts at a temperature above 0, that biases the output. Use the policy auto, prefix or lagged, the "
-            "acceptance shared_noise, temperature 0, a deterministic drafter, or speculative=False"
-        )
+    if drafter is not None and params.speculative:
+        refuse_biased(policy.dependence, params.greedy, drafter.deterministic, rule)
 
 
 def check_lengths(what: str, lengths: np.ndarray, limit: np.ndarray) -> np.ndarray:

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from dspark.acceptance import tolerates_live
 from dspark.compilation import told_once
 from dspark.errors import DSparkError
 from dspark.schedule.aim import AimConfig
 from dspark.schedule.auto import AutoScheduler
-from dspark.schedule.base import ScheduleState
+from dspark.schedule.base import Dependence, ScheduleState
 from dspark.schedule.cost import CostModel, TableCost
 from dspark.schedule.feedback import LiveCost
 from dspark.schedule.loops import tally
-from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
+from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED, AcceptanceRule
 from dspark.schedule.policies import (
     FixedLength,
     GlobalScheduler,
@@ -29,7 +30,14 @@ from dspark.schedule.policies import (
 )
 from dspark.schedule.survival import Calibrate, along
 
-__all__ = ["ScheduleSettings", "build_policy", "compile_schedulers", "split_config"]
+__all__ = [
+    "ScheduleSettings",
+    "build_policy",
+    "check_sound_settings",
+    "compile_schedulers",
+    "refuse_biased",
+    "split_config",
+]
 
 _SCHEDULERS: dict[str, type[PrefixScheduler | GlobalScheduler | LaggedScheduler]] = {
     "prefix": PrefixScheduler,
@@ -84,6 +92,10 @@ class ScheduleSettings:
         """The policy decides by what things cost."""
         return self.policy in PRICED
 
+    @property
+    def rule(self) -> AcceptanceRule:
+        return "shared_noise" if self.acceptance == "shared_noise" else "ratio"
+
 
 def split_config(config: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, ScheduleSettings]:
     """The drafter's part of a speculative_config, and the rest.
@@ -101,6 +113,29 @@ def split_config(config: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | 
             f"the method none drafts nothing, so the policy {settings.policy} has nothing to do"
         )
     return rest, settings
+
+
+def refuse_biased(
+    dependence: Dependence, greedy: bool, one_hot_proposals: bool, rule: AcceptanceRule = "ratio"
+) -> None:
+    """Refuse a policy that would bias a request's output (losslessness is typed); see `tolerates_live`.
+
+    Raises:
+        DSparkError: says what would be sound.
+    """
+    if dependence is not Dependence.LIVE or tolerates_live(np.array([greedy]), one_hot_proposals, rule)[0]:
+        return
+    raise DSparkError(
+        "this policy looks at the block whose verification it decides (LIVE): under the ratio rule, with sampled "
+        "drafts at a temperature above 0, that biases the output. Use the policy auto, prefix or lagged, the "
+        "acceptance shared_noise, temperature 0, a deterministic drafter, or speculative=False"
+    )
+
+
+def check_sound_settings(settings: ScheduleSettings, greedy: bool, one_hot_proposals: bool) -> None:
+    """`refuse_biased` for a policy that is not built yet: its prices may take seconds to measure."""
+    if settings.priced:
+        refuse_biased(_SCHEDULERS[settings.policy].dependence, greedy, one_hot_proposals, settings.rule)
 
 
 def build_policy(

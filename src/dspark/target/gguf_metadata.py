@@ -14,15 +14,35 @@ __all__ = ["ARCHITECTURES", "Metadata"]
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+
+
+def _read(path: Path) -> gguf.GGUFReader:
+    """The file as the package gguf reads it, which tells of damage in NumPy's words."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise DSparkError(f"{path} cannot be read ({error.strerror})") from None
+    if not _MAGIC.startswith(head[:4]):
+        raise DSparkError(f"{path} is no GGUF file: it begins with other bytes than {_MAGIC.decode()}")
+    version = int.from_bytes(head[4:], "little")
+    if len(head) == 8 and version not in _VERSIONS:
+        raise DSparkError(f"{path}: only little-endian files of versions 2 and 3 of GGUF are supported")
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, LookupError, TypeError, OverflowError, OSError):
+        size = path.stat().st_size
+        raise DSparkError(f"{path} is damaged or truncated (it has {size} bytes): fetch it again") from None
+
+
 class Metadata:
     """Key-value section of a GGUF file; errors name the key and the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self.reader = gguf.GGUFReader(path)
-        except (ValueError, KeyError, IndexError, OSError) as error:
-            raise DSparkError(f"{path} is damaged or no GGUF file ({error}): download it again") from None
+        self.reader = _read(path)
         self.arch = self.get("general.architecture")
         if self.arch not in ARCHITECTURES:
             raise self.refuse("general.architecture", self.arch, f"use one of {', '.join(ARCHITECTURES)}")

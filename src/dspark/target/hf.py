@@ -158,4 +158,6 @@ def _open(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise DSparkError(f"{path} is damaged or no safetensors file ({error}): fetch it again") from None
+        raise DSparkError(
+            f"{path} is damaged, truncated or no safetensors file ({error}): fetch it again"
+        ) from None

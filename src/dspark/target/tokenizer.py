@@ -47,7 +47,9 @@ class Tokenizer:
         try:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise DSparkError(f"{path} cannot be read as a tokenizer ({error})") from None
+            raise DSparkError(
+                f"{path} is damaged, truncated or no tokenizer ({error}): fetch it again"
+            ) from None
         self.backend.no_truncation()
         self.backend.no_padding()
         config_path = directory / "tokenizer_config.json"

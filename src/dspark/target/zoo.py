@@ -89,6 +89,13 @@ def resolve(model: str | Path, report: Callable[[str], None] = lambda message: N
     if path.is_file() and path.suffix == ".gguf":
         return _converted(path, report)
     names = ", ".join(sorted(known))
+    if path.is_file():
+        nearby = (path.parent / "config.json").exists()
+        instead = f", as {str(path.parent)!r} may be one" if nearby else ""
+        raise DSparkError(
+            f"{str(model)!r} is a file, and no .gguf file: use {names}, or a path to a .gguf file or to a Hugging Face "
+            f"directory{instead}"
+        )
     raise DSparkError(
         f"no model {str(model)!r}: use {names}, or a path to a Hugging Face directory or .gguf file"
     )

@@ -11,7 +11,7 @@ import torch
 
 from dspark.core import DSparkError
 from dspark.drafters.backbone import BlockDrafterModel
-from dspark.drafters.checkpoint import load_drafter_model
+from dspark.drafters.checkpoint import load_drafter_model, stored_precision
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.model import DrafterModel
 from dspark.drafters.models import build_model
@@ -20,11 +20,17 @@ from dspark.target.load import load_decoder
 from dspark.target.tokenizer import Tokenizer
 from dspark.target.zoo import resolve
 from dspark.train.config import TrainConfig
-from dspark.train.data import Sequence, load_sequences, split
+from dspark.train.data import Sequence, load_sequences, read_lines, split
 from dspark.train.distributed import Processes, join_processes
-from dspark.train.growth import grow_layers, grow_vocabulary
+from dspark.train.growth import (
+    grow_layers,
+    grow_vocabulary,
+    grow_vocabulary_moments,
+    layer_places,
+    move_layers,
+)
 from dspark.train.methods import METHOD_DEFAULTS
-from dspark.train.states import own_weights, read_state
+from dspark.train.states import own_weights, read_start
 from dspark.train.trainer import Trainer
 from dspark.train.warm_start import bigram_scores, init_head_from_bigrams, share_embeddings
 
@@ -93,9 +99,9 @@ def build_trainer(
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
+    _check_files(config)
     directory = resolve(config.target)
     tokenizer = Tokenizer(directory)
-    target = load_decoder(directory, getattr(torch, config.dtype))
     if not tokenizer.eos_token_ids:
         raise DSparkError(
             f"{config.target} states no end token: add eos_token_id to its generation_config.json"
@@ -103,6 +109,7 @@ def build_trainer(
     sequences = load_sequences([Path(p) for p in config.data], tokenizer, config.max_length)
     if len(sequences) < 2:
         raise DSparkError("training needs at least two answers; name jsonl files in `data`")
+    target = load_decoder(directory, getattr(torch, config.dtype))
     train, held_out = split(sequences, config.held_out, config.seed)
     counts = token_counts(train, target.vocab_size)
     start = _starting_point(Path(config.init_from), target) if config.init_from else None
@@ -126,11 +133,27 @@ def build_trainer(
         report(f"resumed at step {trainer.step}")
     elif start is not None:
         trainer.start_from(start, Path(str(config.init_from)))
-        report(f"goes on from {config.init_from}, {trainer.blocks} blocks so far")
+        place = "the same sequences, from where it stopped" if trainer.steps_before else "an epoch begins"
+        report(f"goes on from {config.init_from}, {trainer.blocks} blocks so far; {place}")
+        if "rounded" in start:
+            report(
+                f"its weights are rounded to {start['rounded']}, and it has no moments of the optimiser: the state.pt "
+                "of the run that made it would go on exactly"
+            )
     elif config.warm_start:
         trainer.form.warm_start(target, train)
         _start_head(model, target, tokenizer, counts, config, report)
     return trainer
+
+
+def _check_files(config: TrainConfig) -> None:
+    """Refuse names of files that cannot be read, before anything large is."""
+    for path in config.data:
+        next(read_lines(Path(path)), None)
+    if config.init_from and not Path(config.init_from).exists():
+        raise DSparkError(
+            f"init_from {config.init_from} does not exist; give a state.pt or a drafter directory"
+        )
 
 
 def _vocabulary(
@@ -158,10 +181,10 @@ def _starting_point(path: Path, target: Decoder) -> dict[str, Any]:
     """What a resume state, or a drafter checkpoint (a directory), gives to start from."""
     if path.is_dir():
         loaded = load_drafter_model(path, target)
-        return {"model": own_weights(loaded), "mask_token_id": loaded.config.mask_token_id}
-    if not path.is_file():
-        raise DSparkError(f"init_from {path} does not exist; give a state.pt or a drafter directory")
-    return read_state(path)
+        start = {"model": own_weights(loaded), "mask_token_id": loaded.config.mask_token_id}
+        precision = stored_precision(path)
+        return start if precision is None else {**start, "rounded": precision}
+    return read_start(path)
 
 
 def _with_vocabulary(
@@ -177,12 +200,8 @@ def _with_vocabulary(
         )
     vocab = draft_vocabulary(counts, size, tuple(own.tolist()))
     report(f"draft vocabulary grown from {len(own)} to {len(vocab)} tokens")
-    return _without_moments(start, grow_vocabulary(start["model"], vocab))
-
-
-def _without_moments(start: dict[str, Any], model: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """`start` with other weights: the optimiser's moments were for those before."""
-    return {**{key: value for key, value in start.items() if key != "optimizer"}, "model": model}
+    moments = grow_vocabulary_moments(start.get("moments", {}), own, vocab)
+    return {**start, "model": grow_vocabulary(start["model"], vocab), "moments": moments}
 
 
 def _grown(
@@ -193,7 +212,8 @@ def _grown(
     if len(grown) == len(start["model"]):
         return start
     report(f"new layers between the old ones, up to {model.config.num_layers}")
-    return _without_moments(start, grown)
+    moments = move_layers(start.get("moments", {}), layer_places(start["model"], model.config.num_layers))
+    return {**start, "model": grown, "moments": moments}
 
 
 def _start_head(

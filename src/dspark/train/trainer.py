@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,21 @@ from dspark.drafters.model import DrafterModel
 from dspark.target.decoder import Decoder
 from dspark.train.blocks import BlockBatch, draw_anchors, make_batch, slot_mask
 from dspark.train.config import TrainConfig
-from dspark.train.data import Sequence
+from dspark.train.data import Sequence, order_digest
 from dspark.train.distributed import Processes
 from dspark.train.features import FeatureSource
 from dspark.train.forecast import Forecast
 from dspark.train.losses import BlockLoss, LossWeights, block_loss, slot_weights
 from dspark.train.run_log import LengthWatch, RunLog
-from dspark.train.states import load_weights, mean_weights, own_weights, read_state, write_state
+from dspark.train.states import (
+    HEAD,
+    load_moments,
+    load_weights,
+    mean_weights,
+    own_weights,
+    read_state,
+    write_state,
+)
 from dspark.train.trainable import trainable
 
 __all__ = ["Trainer"]
@@ -34,7 +43,8 @@ class Trainer:
     """Trains `model` against `target` on `sequences`; evaluates on `held_out`. Both move to the processes' device.
 
     What a step sees depends on (seed, step) alone, so a resumed run repeats the uninterrupted one. A run that goes on
-    from another's state begins where that one ended in the order of sequences, not with those that it has seen.
+    from another's state on the same sequences begins where that one ended in their order, not with those that it has
+    seen; on others it begins with an epoch, so that it draws all of them.
     """
 
     def __init__(
@@ -69,8 +79,9 @@ class Trainer:
         self.weights = LossWeights(
             config.ce, config.l1, config.confidence, config.kl, config.regression, config.decay
         )
-        head = [p for n, p in model.named_parameters() if p.requires_grad and n.startswith("head.")]
-        body = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("head.")]
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        head = [p for n, p in trained if n.startswith(HEAD)]
+        body = [p for n, p in trained if not n.startswith(HEAD)]
         groups = [{"params": body, "scale": 1.0}, {"params": head, "scale": config.head_lr_scale}]
         self.optimizer = torch.optim.AdamW(
             [g for g in groups if g["params"]],
@@ -80,7 +91,7 @@ class Trainer:
             fused=True,
         )
         self.step, self.blocks = 0, 0
-        self.steps_before = 0  # of runs that this one goes on from
+        self.steps_before = 0  # of runs on the same sequences that this one goes on from
         self.averaged_steps: list[int] = []
         self.output = Path(config.output)
         self.log = RunLog(self.output, config.tensorboard and self.processes.is_first)
@@ -223,13 +234,22 @@ class Trainer:
             )
         self.processes.copy_first(own_weights(self.model).values())
 
+    @cached_property
+    def order(self) -> str:
+        """Names the order of the training sequences, see `order_digest`."""
+        return order_digest(self.sequences, self.config.seed, self.config.sequences_per_step)
+
     def start_from(self, state: dict[str, Any], path: Path) -> None:
-        """Take the weights, and the optimiser's moments where they are known, of another run on other data."""
+        """Take the weights, and the optimiser's moments where they are known, of another run; see `read_start`.
+
+        Its place in the order of sequences counts only where the order is the same. States of older versions do not
+        say what theirs was: it counts as another one.
+        """
         load_weights(self.model, state, path)
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
+        load_moments(self.optimizer, self.model, state.get("moments", {}))
         self.blocks = state.get("blocks", 0)
-        self.steps_before = state.get("step", 0) + state.get("steps_before", 0)
+        if state.get("order") == self.order:
+            self.steps_before = state["step"] + state["steps_before"]
 
     def save(self) -> None:
         """Write the resume state, and features that are not on disk yet; replaced atomically."""
@@ -242,6 +262,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "steps_before": self.steps_before,
+            "order": self.order,
             "blocks": self.blocks,
         }
         write_state(self.output / "state.pt", state)
