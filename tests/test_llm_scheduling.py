@@ -9,6 +9,7 @@ import pytest
 from dspark import LLM, DSparkError, SamplingParams
 from dspark.drafters.registry import shipped_drafters
 from dspark.schedule.auto import AutoScheduler
+from dspark.schedule.policies import FixedLength
 from dspark.target.zoo import known_models
 
 pytestmark = [
@@ -38,10 +39,34 @@ def test_auto_with_a_table_and_shared_noise(tmp_path):
     assert fast.metrics.accepted > 0 == slow.metrics.drafted
 
 
+def test_a_policy_of_ones_own(tmp_path, monkeypatch):
+    """As an object, and by import path: the same drafts, and the text is the model's."""
+    (tmp_path / "my_policy.py").write_text(
+        "from dspark.schedule.policies import FixedLength\none = FixedLength(1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    config = {"method": "dspark", "num_speculative_tokens": 5, "policy": FixedLength(1)}
+    llm = LLM(speculative_config=config, max_num_seqs=1, kv_cache_tokens=512)
+    imported = LLM(
+        speculative_config={**config, "policy": "my_policy:one"},
+        max_num_seqs=1,
+        kv_cache_tokens=512,
+        weights_of=llm,
+    )
+    assert llm.engine.policy is config["policy"]
+    a, b = (m.generate(QUESTION, greedy)[0] for m in (llm, imported))
+    (plain,) = llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=24, speculative=False))
+    assert a.token_ids == b.token_ids == plain.token_ids
+    assert a.metrics.drafted_per_position == b.metrics.drafted_per_position == [a.metrics.rounds]
+
+
 def test_what_cannot_be_is_refused_before_anything_is_loaded():
     for config, message in (
         ({"method": "dspark", "policy": "best"}, "choose from fixed"),
         ({"method": "none", "policy": "auto"}, "nothing to do"),
+        ({"method": "dspark", "policy": FixedLength}, "a class"),
+        ({"method": "dspark", "policy": 3}, "no policy"),
     ):
         with pytest.raises(DSparkError, match=message):
             LLM(speculative_config=config)

@@ -273,6 +273,18 @@ def test_chat_schedules_as_generate_does(llms: list[FakeLLM], monkeypatch: pytes
     }  # fmt: skip
 
 
+def test_chat_drafts_where_it_pays_and_generate_always(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(monkeypatch, ["one"], "--max-tokens", "1") == 0
+    assert main(["generate", "Hi", *FAKE]) == 0
+    assert [llm.config.get("policy") for llm in llms] == ["auto", None]
+    assert main(["generate", "Hi", *FAKE, "--policy", "my_module:mine"]) == 0
+    assert llms[-1].config["policy"] == "my_module:mine"
+    assert main(["generate", "Hi", *FAKE, "--policy", "best"]) == 2
+    assert "or module:factory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", [["generate", "Hi"], ["chat"], ["bench", "throughput"]])
 def test_what_would_bias_the_output_is_refused_before_a_model_is_loaded(
     llms: list[FakeLLM], capsys: pytest.CaptureFixture[str], verb: list[str]

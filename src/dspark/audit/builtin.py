@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from dspark.audit.imports import make_imported
 from dspark.audit.world import World, appendix_a, random_world
-from dspark.errors import DSparkError
 from dspark.schedule.auto import AutoScheduler
 from dspark.schedule.cost import CostModel, TableCost
 from dspark.schedule.policies import (
@@ -30,11 +27,9 @@ __all__ = [
     "built_in_policies",
     "cases",
     "claims_exact",
-    "load_policy",
     "settings",
 ]
 
-_NEEDED = ("dependence", "uses_survival", "draft_lengths", "verify_lengths")  # of a policy
 APPENDIX_A_COST = TableCost(
     tuple(range(1, 8)), tuple(1 / sps for sps in (1.0, 0.5, 0.45, 0.30, 0.28, 0.27, 0.26))
 )  # the paper gives the first three steps per second; a third request's worth of tokens costs a step again
@@ -103,23 +98,6 @@ def built_in_policies(gamma: int, cost: CostModel) -> dict[str, Policy]:
         "global": GlobalScheduler(gamma, cost),
         "auto": AutoScheduler(gamma, cost),
     }
-
-
-def load_policy(path: str) -> Policy:
-    """The policy that `module:factory` makes. The module is looked for in the current directory, too.
-
-    Raises:
-        DSparkError: the path leads nowhere, or what it leads to makes no policy.
-    """
-    policy = make_imported(path, _instance, _NEEDED, ", or add --engine to name one that ships")
-    if not isinstance(policy.dependence, Dependence):
-        raise DSparkError(f"{path}: dependence must be a dspark.schedule.policies.Dependence")
-    return policy
-
-
-def _instance(found: Any) -> Any:
-    """A policy as it is; what a class or another callable makes."""
-    return found() if not hasattr(found, "verify_lengths") or isinstance(found, type) else found
 
 
 def _one_hot(table: np.ndarray) -> np.ndarray:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark.acceptance import AcceptanceRule
-from dspark.audit.builtin import load_policy
-from dspark.audit.imports import make_imported
 from dspark.core import DSparkError, RequestOutput, SamplingParams
 from dspark.drafters.base import Drafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
+from dspark.imports import make_imported
 from dspark.schedule.cost import TableCost
+from dspark.schedule.custom import load_policy
 from dspark.schedule.policies import Dependence, Policy, ScheduleState
 from dspark.schedule.settings import ScheduleSettings, build_policy
 from dspark.target.base import Target

@@ -247,9 +247,12 @@ def _names(policy: str | None) -> list[str]:
 
 
 def _policy(args: argparse.Namespace, name: str, case: Case) -> Policy:
-    from dspark.audit.builtin import built_in_policies, load_policy
+    from dspark.audit.builtin import built_in_policies
+    from dspark.schedule.custom import load_policy
 
-    return load_policy(name) if args.policy else built_in_policies(args.gamma, case.cost)[name]
+    if args.policy:
+        return load_policy(name, ", or add --engine to name one that ships")
+    return built_in_policies(args.gamma, case.cost)[name]
 
 
 def _print(rows: list[_Row]) -> None:

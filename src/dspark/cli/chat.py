@@ -37,7 +37,7 @@ def add_parser(verbs: Any) -> None:
     """Add the verb to the `add_subparsers` object of `dspark`."""
     parser = verbs.add_parser("chat", help="talk with the model", description=__doc__)
     add_model_options(parser, method="dspark+lookup")
-    add_schedule_options(parser)
+    add_schedule_options(parser, policy="auto")
     add_sampling_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.set_defaults(run=run)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Read, answer, repeat, until Ctrl-D or /exit."""
     params = sampling_params(args)
     config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
-    check_schedule_options(args)
+    check_schedule_options(args, policy="auto")
     config |= schedule_config(args, args.method)
     check_sound_config(config, [params.temperature])
     conversation = Conversation(load_llm(args, config, max_num_seqs=1), params, args.system)

@@ -81,9 +81,12 @@ def add_schedule_options(parser: argparse.ArgumentParser, policy: str = "fixed")
     group = parser.add_argument_group("scheduling")
     group.add_argument(
         "--policy",
-        choices=POLICIES,
+        type=_policy,
         default=policy,
-        help="how much is drafted and verified; auto picks a sound search, and may draft nothing (%(default)s)",
+        metavar="NAME",
+        help=f"{', '.join(POLICIES)}, or module:factory: how much is drafted and verified. fixed drafts as much as it "
+        "may, also where that is slower than plain decoding; auto picks a sound search, and may draft nothing "
+        "(%(default)s)",
     )
     group.add_argument(
         "--threshold", type=float, metavar="A", help="survival below which the policy threshold stops"
@@ -104,6 +107,14 @@ def add_schedule_options(parser: argparse.ArgumentParser, policy: str = "fixed")
         default="ratio",
         help="ratio accepts more; shared_noise gives one text a seed, whatever drafts (%(default)s)",
     )
+
+
+def _policy(name: str) -> str:
+    if name not in POLICIES and ":" not in name:
+        raise argparse.ArgumentTypeError(
+            f"unknown policy {name!r} (choose from {', '.join(POLICIES)}, or module:factory)"
+        )
+    return name
 
 
 def check_schedule_options(args: argparse.Namespace, policy: str = "fixed") -> None:
@@ -149,7 +160,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, default=1.0, metavar="P")
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    group.add_argument("--seed", type=int, help="repeats a run with the same settings; default: a fresh one")
+    group.add_argument(
+        "--seed",
+        type=int,
+        help="repeats a run with the same settings, whatever drafts if --acceptance is shared_noise; "
+        "default: a fresh one",
+    )
     group.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="longest answer (%(default)s)"
     )

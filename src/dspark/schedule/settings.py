@@ -17,6 +17,7 @@ from dspark.schedule.aim import AimConfig
 from dspark.schedule.auto import AutoScheduler
 from dspark.schedule.base import Dependence, ScheduleState
 from dspark.schedule.cost import CostModel, TableCost
+from dspark.schedule.custom import check_policy, load_policy
 from dspark.schedule.feedback import LiveCost
 from dspark.schedule.loops import tally
 from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED, AcceptanceRule
@@ -51,21 +52,28 @@ _SCHEDULERS: dict[str, type[PrefixScheduler | GlobalScheduler | LaggedScheduler]
 class ScheduleSettings:
     """Keys of speculative_config that are not about the drafter.
 
-    `policy`: one of `POLICIES`. `threshold`: survival below which the policy "threshold" verifies no more.
+    `policy`: one of `POLICIES`; or one of your own, a `Policy` or the import path of what makes one (`module:factory`):
+    `dspark audit --policy` tells whether that is lossless. "fixed" drafts as much as it may, also where that is slower
+    than plain decoding; "auto" does not. `threshold`: survival below which the policy "threshold" verifies no more.
     `acceptance`: see `EngineConfig`. `cost_table`: file with prices, instead of the profile made here.
     `calibration`: file (or function) that turns confidence logits into probabilities; None: the one beside the
     drafter's weights, if there is one; "off": none at all.
     """
 
-    policy: str = "fixed"
+    policy: str | Policy = "fixed"
     threshold: float | None = None
     acceptance: str = "ratio"
     cost_table: str | Path | None = None
     calibration: str | Path | Calibrate | None = None
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise DSparkError(f"policy {self.policy!r} is not known; choose from {', '.join(POLICIES)}")
+        if not isinstance(self.policy, str):
+            check_policy(self.policy, "policy")
+        elif self.policy not in POLICIES and ":" not in self.policy:
+            raise DSparkError(
+                f"policy {self.policy!r} is not known; choose from {', '.join(POLICIES)}, or name one of your own as "
+                "module:factory"
+            )
         if self.acceptance not in ACCEPTANCE_RULES:
             raise DSparkError(
                 f"acceptance {self.acceptance!r} is not known; choose from {', '.join(ACCEPTANCE_RULES)}"
@@ -134,8 +142,9 @@ def refuse_biased(
 
 def check_sound_settings(settings: ScheduleSettings, greedy: bool, one_hot_proposals: bool) -> None:
     """`refuse_biased` for a policy that is not built yet: its prices may take seconds to measure."""
-    if settings.priced:
-        refuse_biased(_SCHEDULERS[settings.policy].dependence, greedy, one_hot_proposals, settings.rule)
+    policy = _SCHEDULERS.get(settings.policy) if isinstance(settings.policy, str) else settings.policy
+    if policy is not None:
+        refuse_biased(policy.dependence, greedy, one_hot_proposals, settings.rule)
 
 
 def build_policy(
@@ -149,8 +158,12 @@ def build_policy(
 
     `acceptance`: see `AimConfig`. Its loops are compiled here rather than under the first request.
     """
+    if not isinstance(settings.policy, str):
+        return settings.policy
     if gamma == 0 or settings.policy == "fixed":
         return FixedLength(gamma)
+    if ":" in settings.policy:
+        return load_policy(settings.policy)
     if settings.policy == "threshold":
         assert settings.threshold is not None
         compile_schedulers(report)
