@@ -23,7 +23,12 @@ def tiny_configs():
         "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
     }  # fmt: skip
+    llama3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0}
+    llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    linear = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
     return {
+        "llama 3.1": transformers.LlamaConfig(**common, head_dim=16, rope_parameters=llama3),
+        "stretched llama": transformers.LlamaConfig(**common, rope_parameters=linear),
         "llama": transformers.LlamaConfig(**common, tie_word_embeddings=True),
         "mistral": transformers.MistralConfig(**common, head_dim=16, sliding_window=None),
         "windowed mistral": transformers.MistralConfig(**common, sliding_window=7, tie_word_embeddings=True),
@@ -33,7 +38,9 @@ def tiny_configs():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["llama", "mistral", "windowed mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama 3.1", "stretched llama", "mistral", "windowed mistral", "qwen2", "qwen3"]
+)
 def test_logits_and_hidden_states_equal_transformers(kind, tmp_path):
     import transformers
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from dspark.core import DSparkError
 from dspark.target.hf import read_config, read_eos_token_ids, read_weights, weight_shapes, weights_identity
+from dspark.target.rotary import RopeScaling
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -102,6 +103,29 @@ def test_rope_theta_in_every_dialect(tmp_path: Path, changes: dict[str, Any], th
     assert read_config(write_config(tmp_path, **changes)).rope_theta == theta
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_rope_scaling(tmp_path: Path) -> None:
+    assert read_config(write_config(tmp_path)).rope_scaling is None
+    for changes, scaling in (
+        ({"rope_scaling": LLAMA3}, RopeScaling(8.0, 1.0, 4.0, 8192)),
+        ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, RopeScaling(8.0, 1.0, 4.0, 8192)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeScaling(2.0)),
+    ):
+        assert read_config(write_config(tmp_path, **changes)).rope_scaling == scaling
+    for changes, message in (
+        ({"factor": None}, "factor must be a number"),
+        ({"original_max_position_embeddings": None}, "original_max_position_embeddings is missing"),
+        ({"low_freq_factor": 4.0}, "below high_freq_factor"),
+    ):
+        with pytest.raises(DSparkError, match=message):
+            read_config(write_config(tmp_path, rope_scaling={**LLAMA3, **changes}))
+
+
 def test_optional_keys_have_the_meaning_of_transformers(tmp_path: Path) -> None:
     changes = dict.fromkeys(("num_key_value_heads", "tie_word_embeddings", "eos_token_id", "hidden_act"))
     config = read_config(write_config(tmp_path, **changes))
@@ -181,9 +205,8 @@ def test_mistral_keys_that_decide(tmp_path: Path) -> None:
         ("attention_bias", True),
         ("mlp_bias", True),
         ("quantization_config", {"bits": 4}),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}),
-        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         ("rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         ("rope_parameters", {"full_attention": {"rope_theta": 1e4}}),
         ("partial_rotary_factor", 0.5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dspark.kv import LayerKV
+from dspark.target.rotary import RopeScaling
 
 __all__ = ["DecoderConfig"]
 
@@ -31,6 +32,7 @@ class DecoderConfig:
     attention_bias: bool = False  # on q, k, v (Qwen2)
     qk_norm: bool = False  # RMSNorm over each head of q and k (Qwen3)
     windows: tuple[int | None, ...] = ()
+    rope_scaling: RopeScaling | None = None  # Llama 3.1 and later; drafters have none of their own
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 

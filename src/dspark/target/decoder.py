@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
-        self.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.max_context, config.rope_scaling)
         self._output_weight: Tensor | None = self.lm_head.weight.detach()  # None: in `lm_head`, in few bits
         self._compiled: CompiledTarget | None = None
         self.kv_cache_dtype: torch.dtype | None = None  # None: that of the weights

@@ -12,6 +12,7 @@ from typing import Any
 
 from dspark.core import DSparkError
 from dspark.target.config import DecoderConfig
+from dspark.target.rotary import RopeScaling
 
 __all__ = ["read_config", "read_eos_token_ids", "read_json"]
 
@@ -85,6 +86,7 @@ def read_config(directory: Path) -> DecoderConfig:
     if num_heads % num_kv_heads:
         raise keys.refuse("num_key_value_heads", f"it must divide num_attention_heads = {num_heads}")
     num_layers = keys.integer("num_hidden_layers")
+    rope_theta, rope_scaling = _rope(keys)
     return DecoderConfig(
         model_type=model_type,
         vocab_size=keys.integer("vocab_size"),
@@ -95,7 +97,8 @@ def read_config(directory: Path) -> DecoderConfig:
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(keys, model_type, hidden_size, num_heads),
         rms_norm_eps=keys.number("rms_norm_eps"),
-        rope_theta=_rope_theta(keys),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         max_context=keys.integer("max_position_embeddings"),
         tie_embeddings=keys.flag("tie_word_embeddings"),
         attention_bias=model_type == "qwen2",
@@ -130,26 +133,42 @@ def _head_dim(keys: _Keys, model_type: str, hidden_size: int, num_heads: int) ->
     return head_dim
 
 
-def _rope_theta(keys: _Keys) -> float:
-    """From `rope_parameters` (transformers 5) or top level; any scaling or partial rotation is refused."""
+def _rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, from `rope_parameters` (transformers 5), `rope_scaling` and the top level."""
     theta: float | None = None
+    scaling: RopeScaling | None = None
     for key in ("rope_parameters", "rope_scaling"):
         rope = keys.raw.get(key)
         if rope is None:
             continue
-        supported = "only rope_type 'default' over the whole head is"
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            raise keys.refuse(key, supported)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise keys.refuse(key, supported)
+            raise keys.refuse(key, "one rotary embedding for all layers is")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise keys.refuse(key, "only rotation of the whole head is")
+        scaling = scaling or _rope_scaling(keys, key, _Keys(rope, keys.path))
         if theta is None and rope.get("rope_theta") is not None:
             theta = _Keys(rope, keys.path).number("rope_theta")
     if keys.raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise keys.refuse("partial_rotary_factor", "only 1.0 is")
-    if theta is not None:
-        return theta
-    return keys.number("rope_theta") if keys.raw.get("rope_theta") is not None else DEFAULT_ROPE_THETA
+    if theta is None:
+        theta = keys.number("rope_theta") if keys.raw.get("rope_theta") is not None else DEFAULT_ROPE_THETA
+    return theta, scaling
+
+
+def _rope_scaling(keys: _Keys, key: str, rope: _Keys) -> RopeScaling | None:
+    match rope.raw.get("rope_type", rope.raw.get("type", "default")):
+        case "default":
+            return None
+        case "linear":
+            return RopeScaling(rope.number("factor"))
+        case "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            if low >= high:
+                raise keys.refuse(key, "low_freq_factor has to be below high_freq_factor")
+            original = rope.integer("original_max_position_embeddings")
+            return RopeScaling(rope.number("factor"), low, high, original)
+        case _:
+            raise keys.refuse(key, "rope_type default, linear and llama3 are")
 
 
 def _windows(keys: _Keys, model_type: str, num_layers: int) -> tuple[int | None, ...]:
