@@ -1,6 +1,7 @@
 """Measuring on a clock that a model's passes move, and profiles as files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from dspark.profile import (
     read_cost_table,
     write_cost_table,
 )
+from dspark.profile.measure import largest_pass
 from dspark.schedule.cost import TableCost
 from dspark.testing import tiny_decoder, tiny_drafter
 from dspark.testing.chain import tiny_chain_drafter
@@ -179,6 +181,60 @@ def test_a_profile_of_another_version_is_measured_anew(target, tmp_path, calls):
     ensure_profile(target, None, 3)
     ensure_profile(target, None, 3)
     assert len(calls) == 2
+
+
+def flat_up_to(rows, monkeypatch, tmp_path):
+    """Have passes cost alike up to `rows`; returns the list of (max_rows, max_num_seqs) that are measured."""
+    asked = []
+
+    def fake(target, drafter, gamma, max_num_seqs, settings):
+        asked.append((settings.max_rows, max_num_seqs))
+        sizes = (1, 4, largest_pass(settings, gamma, max_num_seqs))
+        return [Sample("step", 1, n, 64, 0.02 + 0.01 * (n > rows)) for n in sizes]
+
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+    monkeypatch.setattr("dspark.profile.store.measure_profile", fake)
+    return asked
+
+
+def test_a_flat_profile_is_measured_with_more_rows_once(target, tmp_path, monkeypatch):
+    asked, said = flat_up_to(100, monkeypatch, tmp_path), []
+    profile = ensure_profile(target, None, 7, 16, said.append)
+    assert asked == [(64, 16), (256, 64)]
+    assert profile.flat is None
+    assert not any(line.startswith("warning") for line in said)
+    assert ensure_profile(target, None, 7, 16) == profile
+    assert len(asked) == 2
+
+
+def test_a_profile_that_stays_flat_is_kept_with_a_warning(target, tmp_path, monkeypatch):
+    asked, said = flat_up_to(10_000, monkeypatch, tmp_path), []
+    profile = ensure_profile(target, None, 7, 1, said.append)
+    assert asked == [(64, 1), (256, 4)]
+    assert profile.cost().step_price(1, 8, 64) == profile.cost().step_price(1, 1, 64)
+    assert said[-1].startswith("warning: the profile is flat: 32 rows cost no more than 1")
+    assert ensure_profile(target, None, 7, 1, said.append) == profile
+    assert said[-1] == said[-2]
+    assert len(asked) == 2, "it is not measured anew at every start"
+    ensure_profile(target, None, 7, 4)
+    assert asked[2:] == [(64, 4), (256, 16)], "more rows than that might have a price"
+
+
+def test_a_strict_profile_is_refused_where_it_is_flat(target, tmp_path, monkeypatch):
+    asked = flat_up_to(10_000, monkeypatch, tmp_path)
+    with pytest.raises(DSparkError, match=r"--max-rows 256.*--cost-table.*--policy fixed"):
+        ensure_profile(target, None, 7, 16, strict=True)
+    assert asked == [(64, 16)]
+    assert not (tmp_path / "profiles").exists()
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_more_rows_than_the_engine_can_have_are_measured(target, requests):
+    """What the wider bench is asked for: its pool holds the largest probe, whatever its requests."""
+    clock = Clock()
+    settings = replace(SETTINGS, max_rows=4 * 64, repeats=1)
+    found = measure_profile(Priced(target, clock), None, 3, 4 * requests, settings, clock)
+    assert max(s.rows for s in found if s.kind == "step") == 16 * requests
 
 
 def test_tables_go_out_and_come_back(measured, target, tmp_path):

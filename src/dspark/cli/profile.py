@@ -106,7 +106,9 @@ def _measure(args: argparse.Namespace) -> Profile:
         compile_kernels(say)
     loaded = load_target(directory, dtypes[args.dtype], args.device, say, args.activation_dtype)
     drafter, block = build_drafter(config, loaded.decoder)
-    return ensure_profile(loaded.decoder, drafter, block.length, args.max_num_seqs, say, settings, again=True)
+    return ensure_profile(
+        loaded.decoder, drafter, block.length, args.max_num_seqs, say, settings, True, strict=True
+    )
 
 
 def _print(cost: dict[str, Any], noise: float | None) -> None:

@@ -30,7 +30,7 @@ from dspark.target.base import Target
 
 __all__ = ["ProfileSettings", "largest_pass", "measure_profile"]
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 BLOCK = 16
 IN_A_ROW = 2  # runs of a probe that count, at a turn
 FEW_ROWS = 8  # up to which a pass takes as long as it takes to read the weights, or nearly

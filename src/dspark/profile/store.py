@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dspark import __version__
 from dspark.cache import cache_directory
 from dspark.drafters.base import Drafter
 from dspark.errors import DSparkError
-from dspark.profile.fit import Sample, fit_cost, pooled_noise
+from dspark.profile.fit import Sample, fit_cost, flat, pooled_noise
 from dspark.profile.measure import ProfileSettings, largest_pass, measure_profile
 from dspark.schedule.cost import AdditiveCost, CostModel, TableCost
 from dspark.schedule.cost_formats import from_sglang, from_tensorrt_llm, to_sglang, to_tensorrt_llm
@@ -26,6 +26,7 @@ __all__ = ["TABLE_FORMATS", "Profile", "ensure_profile", "fingerprint", "read_co
 
 FORMAT, FORMAT_VERSION = "dspark-cost-profile", 2
 TABLE_FORMATS = ("dspark", "sglang", "tensorrt-llm")
+WIDER = 4  # times the rows, where a profile is flat
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,18 @@ class Profile:
     dspark_version: str = field(default=__version__)
 
     def cost(self) -> TableCost | AdditiveCost:
-        """Prices. Raises DSparkError where the samples are too few or flat."""
+        """Prices. Raises DSparkError where the samples are too few."""
         return fit_cost(self.samples)
 
     @property
     def noise(self) -> float:
         """Relative scatter of a single sample."""
         return pooled_noise(self.samples)
+
+    @property
+    def flat(self) -> str | None:
+        """Says so where large passes cost no more than small ones beyond noise, else None."""
+        return flat(self.samples)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -101,40 +107,66 @@ def ensure_profile(
     report: Callable[[str], None] = lambda message: None,
     settings: ProfileSettings | None = None,
     again: bool = False,
+    strict: bool = False,
 ) -> Profile:
     """The kept profile of this machine, model and drafter, or a fresh one (a few seconds), which is kept.
 
     One that was made for fewer requests does not reach far enough, and one of another version priced other kernels:
-    they are replaced.
+    they are replaced. Where passes cost alike within noise, four times as many rows are measured; if they still do,
+    the profile is kept, and it is reported: further rows are free then, as far as can be told.
 
     Args:
         again: measure in any case.
+        strict: refuse to keep what was measured flat, instead of measuring more rows.
 
     Raises:
-        DSparkError: the machine shows no price that rises with the size of a pass.
+        DSparkError: strict, and large passes cost no more than small ones.
     """
+    settings = settings or ProfileSettings()
     belongs_to = fingerprint(target, drafter)
+    wider, more_seqs = replace(settings, max_rows=WIDER * settings.max_rows), WIDER * max_num_seqs
+    reach, wide_reach = largest_pass(settings, gamma, max_num_seqs), largest_pass(wider, gamma, more_seqs)
+    profile = None if again else _kept(belongs_to, reach, wide_reach)
+    if profile is None:
+        report("measuring what a step costs here (some seconds, once for this model and machine)")
+        profile = Profile(belongs_to, tuple(measure_profile(target, drafter, gamma, max_num_seqs, settings)))
+        if profile.flat and strict:
+            raise DSparkError(
+                f"{profile.flat}: measure larger passes (--max-rows {wider.max_rows}, --max-num-seqs) or on a quieter "
+                "machine; or serve with prices from elsewhere (--cost-table), or without any (--policy fixed)"
+            )
+        if profile.flat and wide_reach > reach:
+            report(f"{profile.flat}: measuring up to {wide_reach} rows")
+            profile = Profile(belongs_to, tuple(measure_profile(target, drafter, gamma, more_seqs, wider)))
+        _keep(profile, report)
+    if profile.flat:
+        report(
+            f"warning: {profile.flat}: further rows count as nearly free, and drafting is priced by the draft alone; "
+            "--cost-table takes other prices, --policy fixed needs none"
+        )
+    return profile
+
+
+def _kept(belongs_to: dict[str, str], reach: int, reach_if_flat: int) -> Profile | None:
+    """The profile in the cache, if it is of this version and its passes are as large as that."""
     path = _kept_at(belongs_to)
-    if not again and path.is_file():
-        try:
-            kept = Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
-            kept.cost()
-            reach = max(s.rows for s in kept.samples if s.kind == "step")
-            wanted = largest_pass(settings or ProfileSettings(), gamma, max_num_seqs)
-            current = kept.fingerprint == belongs_to and kept.dspark_version == __version__
-            if current and reach >= wanted:
-                return kept
-        except (DSparkError, OSError, UnicodeError, json.JSONDecodeError):
-            pass  # measured anew, which replaces it
-    report("measuring what a step costs here (some seconds, once for this model and machine)")
-    profile = Profile(belongs_to, tuple(measure_profile(target, drafter, gamma, max_num_seqs, settings)))
+    try:
+        kept = Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        largest = max(s.rows for s in kept.samples if s.kind == "step")
+        current = kept.fingerprint == belongs_to and kept.dspark_version == __version__
+        return kept if current and largest >= (reach_if_flat if kept.flat else reach) else None
+    except (DSparkError, OSError, ValueError):
+        return None  # measured anew, which replaces it
+
+
+def _keep(profile: Profile, report: Callable[[str], None]) -> None:
+    path = _kept_at(profile.fingerprint)
     text = json.dumps(profile.as_dict())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         report(f"the profile could not be kept in {path.parent} ({error}): it will be measured again")
-    return profile
 
 
 def read_cost_table(
@@ -166,6 +198,8 @@ def read_cost_table(
                 f"{path} was measured with another {differs[0]} ({there}, here {here}): run dspark profile here"
             )
         cost = profile.cost()
+        if profile.flat:
+            report(f"{path}: {profile.flat}; further rows count as nearly free")
     else:
         cost = from_tensorrt_llm(data) if "token_counts" in data else from_sglang(data)
         report(
