@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -134,12 +135,31 @@ def test_more_time_gives_more_samples(target):
     assert count(100.0) == 6 * count(0.0)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 3.0, 1e9])
+def test_progress_rises_to_the_whole(target, seconds):
+    """Whether the fewest repeats, the time or the most of them end it; passes take about as long in each turn."""
+    clock, seen = Clock(), []
+    settings = replace(SETTINGS, seconds=seconds, most=4)
+    measure_profile(Priced(target, clock), None, 0, 4, settings, clock, seen.append)
+    assert 0 < seen[0] < 0.3
+    assert seen[-1] == 1
+    assert max(a - b for a, b in pairwise(seen)) < 0.35
+    assert len(seen) > 8
+
+
+def test_a_kept_profile_is_measured_with_its_progress_told(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+    seen: list[float] = []
+    ensure_profile(target, None, 0, 4, settings=SETTINGS, progress=seen.append)
+    assert 1 in seen
+
+
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
     """What was measured, by numbers made up; profiles are kept in `tmp_path`."""
     calls = []
 
-    def fake(target, drafter, gamma, max_num_seqs, settings):
+    def fake(target, drafter, gamma, max_num_seqs, settings, progress):
         calls.append(gamma)
         return [Sample("step", 1, n, 64, 0.02 + 0.01 * n) for n in (1, 2, 4 * max_num_seqs)]
 
@@ -187,7 +207,7 @@ def flat_up_to(rows, monkeypatch, tmp_path):
     """Have passes cost alike up to `rows`; returns the list of (max_rows, max_num_seqs) that are measured."""
     asked = []
 
-    def fake(target, drafter, gamma, max_num_seqs, settings):
+    def fake(target, drafter, gamma, max_num_seqs, settings, progress):
         asked.append((settings.max_rows, max_num_seqs))
         sizes = (1, 4, largest_pass(settings, gamma, max_num_seqs))
         return [Sample("step", 1, n, 64, 0.02 + 0.01 * (n > rows)) for n in sizes]

@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> Profile:
     import torch
 
+    from dspark.cli.progress import StatusLine
     from dspark.core import DSparkError
     from dspark.drafters.registry import build_drafter
     from dspark.kernels.compilation import compile_kernels
@@ -106,9 +107,25 @@ def _measure(args: argparse.Namespace) -> Profile:
         compile_kernels(say)
     loaded = load_target(directory, dtypes[args.dtype], args.device, say, args.activation_dtype)
     drafter, block = build_drafter(config, loaded.decoder)
-    return ensure_profile(
-        loaded.decoder, drafter, block.length, args.max_num_seqs, say, settings, True, strict=True
-    )
+    share = 0.0
+
+    def progress(done: float) -> None:
+        nonlocal share
+        share = done
+        line.tick()
+
+    with StatusLine(lambda: f"profile {'#' * round(20 * share):.<20} {share:4.0%}") as line:
+        return ensure_profile(
+            loaded.decoder,
+            drafter,
+            block.length,
+            args.max_num_seqs,
+            say,
+            settings,
+            again=True,
+            strict=True,
+            progress=progress,
+        )
 
 
 def _print(cost: dict[str, Any], noise: float | None) -> None:

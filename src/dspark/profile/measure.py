@@ -66,12 +66,14 @@ def measure_profile(
     max_num_seqs: int = 16,
     settings: ProfileSettings | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> list[Sample]:
     """Raw times, in no particular order. The drafter must not be in use by an engine: it is attached elsewhere.
 
     Args:
         gamma: most drafts a request may have; 0 without a drafter.
         max_num_seqs: the engine's; larger passes than it can have are not timed.
+        progress: gets the share of the work that is done, above 0 and at most 1, behind each probe.
     """
     settings = settings or ProfileSettings()
     bench = _Bench(target, drafter, gamma, _lengths(settings, target, gamma), settings, clock)
@@ -84,12 +86,19 @@ def measure_profile(
         began = clock()
         for repeat in range(settings.most):
             random.shuffle(probes)
-            for probe in probes:
+            for i, probe in enumerate(probes):
                 samples += bench.run(probe, _lead(probe[2]), IN_A_ROW)
-            spent = clock() - began
+                spent, turns = clock() - began, repeat + (i + 1) / len(probes)
+                progress(_share(turns, spent, settings))
             if repeat + 1 >= settings.repeats and spent * (repeat + 2) / (repeat + 1) > settings.seconds:
                 break
     return samples
+
+
+def _share(turns: float, spent: float, settings: ProfileSettings) -> float:
+    """Of `turns` that took `spent` seconds, among all that will be made at this pace."""
+    fitting = turns * settings.seconds // spent if spent > 0 else settings.most
+    return min(1.0, turns / min(max(fitting, settings.repeats), settings.most))
 
 
 def largest_pass(settings: ProfileSettings, gamma: int, max_num_seqs: int) -> int:

@@ -108,6 +108,7 @@ def ensure_profile(
     settings: ProfileSettings | None = None,
     again: bool = False,
     strict: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Profile:
     """The kept profile of this machine, model and drafter, or a fresh one (a few seconds), which is kept.
 
@@ -118,6 +119,7 @@ def ensure_profile(
     Args:
         again: measure in any case.
         strict: refuse to keep what was measured flat, instead of measuring more rows.
+        progress: see `measure_profile`; where more rows are measured, it starts anew.
 
     Raises:
         DSparkError: strict, and large passes cost no more than small ones.
@@ -126,10 +128,15 @@ def ensure_profile(
     belongs_to = fingerprint(target, drafter)
     wider, more_seqs = replace(settings, max_rows=WIDER * settings.max_rows), WIDER * max_num_seqs
     reach, wide_reach = largest_pass(settings, gamma, max_num_seqs), largest_pass(wider, gamma, more_seqs)
+
+    def measured(seqs: int, settings: ProfileSettings) -> Profile:
+        samples = measure_profile(target, drafter, gamma, seqs, settings, progress=progress)
+        return Profile(belongs_to, tuple(samples))
+
     profile = None if again else _kept(belongs_to, reach, wide_reach)
     if profile is None:
         report("measuring what a step costs here (some seconds, once for this model and machine)")
-        profile = Profile(belongs_to, tuple(measure_profile(target, drafter, gamma, max_num_seqs, settings)))
+        profile = measured(max_num_seqs, settings)
         if profile.flat and strict:
             raise DSparkError(
                 f"{profile.flat}: measure larger passes (--max-rows {wider.max_rows}, --max-num-seqs) or on a quieter "
@@ -137,7 +144,7 @@ def ensure_profile(
             )
         if profile.flat and wide_reach > reach:
             report(f"{profile.flat}: measuring up to {wide_reach} rows")
-            profile = Profile(belongs_to, tuple(measure_profile(target, drafter, gamma, more_seqs, wider)))
+            profile = measured(more_seqs, wider)
         _keep(profile, report)
     if profile.flat:
         report(
