@@ -10,6 +10,7 @@ import torch
 
 from dspark.core import DSparkError
 from dspark.drafters.ngram import NgramDrafter
+from dspark.engine.judge import judge
 from dspark.profile import (
     Profile,
     ProfileSettings,
@@ -152,6 +153,41 @@ def test_a_kept_profile_is_measured_with_its_progress_told(target, tmp_path, mon
     seen: list[float] = []
     ensure_profile(target, None, 0, 4, settings=SETTINGS, progress=seen.append)
     assert 1 in seen
+
+
+def test_drafts_and_judgement_are_timed_at_the_temperature_asked_for(target, monkeypatch):
+    clock, drafted, judged = Clock(), set(), set()
+
+    class Listening(PricedDrafter):
+        def propose(self, batch):
+            drafted.update(r.params.temperature for r in batch.requests)
+            return super().propose(batch)
+
+    def listen(batch, draft, seen):
+        judged.update(r.params.temperature for r in batch.requests)
+        return judge(batch, draft, seen)
+
+    monkeypatch.setattr("dspark.profile.measure.judge", listen)
+    drafter = Listening(tiny_drafter(target, "dspark", "vanilla", 3, None), clock)
+    measure_profile(
+        Priced(target, clock), drafter, 3, 16, replace(SETTINGS, temperature=0.7, max_rows=4), clock
+    )
+    assert drafted == judged == {0.7}
+
+
+def test_profiles_of_several_temperatures_are_kept_apart_and_all_fit(target, tmp_path, calls):
+    cold, hot = (
+        ensure_profile(target, None, 3, settings=replace(SETTINGS, temperature=t)) for t in (0.0, 0.7)
+    )
+    assert ensure_profile(target, None, 3, settings=replace(SETTINGS, temperature=0.7)) == hot
+    assert ensure_profile(target, None, 3) == cold
+    assert len(calls) == 2
+    assert (cold.fingerprint["temperature"], hot.fingerprint["temperature"]) == ("0", "0.7")
+    write_cost_table(hot, tmp_path / "hot.json", "dspark")
+    assert read_cost_table(tmp_path / "hot.json", fingerprint(target, None)) == hot.cost()
+    for t in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(DSparkError, match="temperature"):
+            ProfileSettings(temperature=t)
 
 
 @pytest.fixture

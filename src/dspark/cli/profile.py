@@ -24,7 +24,8 @@ def add_parser(verbs: Any) -> None:
         "profile",
         help="what a step costs here",
         description=__doc__,
-        epilog="The profile is kept in the cache directory, where policies that need prices find it.",
+        epilog="The profile is kept in the cache directory, where policies that need prices find it: that of "
+        "temperature 0; those of others are for --cost-table.",
     )
     add_model_options(parser)
     parser.add_argument(
@@ -35,6 +36,13 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument(
         "--max-rows", type=int, default=64, metavar="N", help="largest pass that is timed (%(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="of what is timed: sampled drafts and their judgement take longer (%(default)s)",
     )
     parser.add_argument("--export", metavar="PATH", help="write the table there")
     parser.add_argument("--format", choices=FORMATS, help=f"of --export ({FORMATS[0]})")
@@ -98,7 +106,7 @@ def _measure(args: argparse.Namespace) -> Profile:
         raise DSparkError(f"dtype {args.dtype!r} is not supported; choose from {', '.join(dtypes)}")
     if args.max_num_seqs < 1 or not args.seconds >= 0:
         raise DSparkError("--max-num-seqs must be 1 or more, and --seconds 0 or more")
-    settings = ProfileSettings(seconds=args.seconds, max_rows=args.max_rows)
+    settings = ProfileSettings(seconds=args.seconds, max_rows=args.max_rows, temperature=args.temperature)
     config = speculative_config(args.method, args.drafter, args.num_speculative_tokens)
     if args.threads is not None:
         set_threads(args.threads)

@@ -8,6 +8,7 @@ behind passes, and those of drafted rounds behind their drafts.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ FEW_ROWS = 8  # up to which a pass takes as long as it takes to read the weights
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
     """`seconds`: about how long to measure (each probe at least `repeats` times, at most `most`).
-    `max_rows`: largest pass that is timed; `context_lengths`: cached positions a request, shortest first."""
+    `max_rows`: largest pass that is timed; `context_lengths`: cached positions a request, shortest first.
+    `temperature`: of drafts and judgement: sampling and the ratio rule take longer than the argmax at 0."""
 
     seconds: float = 4.0
     repeats: int = 3
@@ -53,6 +55,8 @@ class ProfileSettings:
             raise DSparkError(
                 "a profile needs repeats of 1 or more, at most `most`, and max_rows of 2 or more"
             )
+        if not 0 <= self.temperature < math.inf:
+            raise DSparkError(f"a profile needs a temperature of 0 or more, got {self.temperature}")
         if len(set(self.context_lengths)) < 3 or list(self.context_lengths) != sorted(self.context_lengths):
             raise DSparkError(
                 f"a profile needs three context lengths at least, in rising order, got {self.context_lengths}"

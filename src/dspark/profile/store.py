@@ -83,7 +83,10 @@ class Profile:
 
 
 def fingerprint(target: Target, drafter: Drafter | None) -> dict[str, str]:
-    """What a profile depends on. Prices follow the shape of a drafter, not its weights."""
+    """What makes a profile fit here. Prices follow the shape of a drafter, not its weights.
+
+    The temperature that it was measured at is named beside these: profiles of others are kept apart, but fit as well.
+    """
     shape = (
         "none" if drafter is None else repr((drafter.name, drafter.max_draft, drafter.taps, drafter.kv_specs))
     )
@@ -110,7 +113,7 @@ def ensure_profile(
     strict: bool = False,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Profile:
-    """The kept profile of this machine, model and drafter, or a fresh one (a few seconds), which is kept.
+    """The kept profile of this machine, model, drafter and temperature, or a fresh one (a few seconds), which is kept.
 
     One that was made for fewer requests does not reach far enough, and one of another version priced other kernels:
     they are replaced. Where passes cost alike within noise, four times as many rows are measured; if they still do,
@@ -125,7 +128,7 @@ def ensure_profile(
         DSparkError: strict, and large passes cost no more than small ones.
     """
     settings = settings or ProfileSettings()
-    belongs_to = fingerprint(target, drafter)
+    belongs_to = {**fingerprint(target, drafter), "temperature": f"{settings.temperature:g}"}
     wider, more_seqs = replace(settings, max_rows=WIDER * settings.max_rows), WIDER * max_num_seqs
     reach, wide_reach = largest_pass(settings, gamma, max_num_seqs), largest_pass(wider, gamma, more_seqs)
 
