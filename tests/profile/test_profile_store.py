@@ -17,6 +17,7 @@ from dspark.profile import (
     Sample,
     ensure_profile,
     fingerprint,
+    load_cost_table,
     measure_profile,
     read_cost_table,
     write_cost_table,
@@ -299,7 +300,7 @@ def test_tables_go_out_and_come_back(measured, target, tmp_path):
     for form in ("dspark", "sglang", "tensorrt-llm"):
         path = tmp_path / f"{form}.json"
         lost = write_cost_table(profile, path, form)
-        assert bool(lost) == (form != "dspark")
+        assert bool(lost) == ("the price of drafting" in lost) == (form != "dspark")
         said.clear()
         cost = read_cost_table(path, profile.fingerprint, said.append)
         assert float(cost.step_seconds(1, 7, 4)) == pytest.approx(0.02 + 7 * 0.002 + 4e-5)
@@ -307,6 +308,35 @@ def test_tables_go_out_and_come_back(measured, target, tmp_path):
         assert (float(cost.draft_seconds(1, 1)) > 0) == (form == "dspark")
     with pytest.raises(DSparkError, match="choose from"):
         write_cost_table(profile, tmp_path / "x", "csv")
+
+
+def test_tables_of_other_engines_are_turned_into_each_other(tmp_path):
+    """Prices survive; what only one engine's format holds is kept by it, and said to be lost by the other."""
+    sglang = {"sample_batch_tokens": [1, 64], "sample_steps_per_sec": [10, 5], "max_batch_tokens": 512}
+    tensorrt = {
+        "token_counts": [1, 8], "step_time_ms": [2.0, 4.0], "fixed_overhead_ms": 1.0, "batch_sizes": [1, 8],
+        "batch_overhead_ms": [0.0, 3.0], "minimum_predicted_gain": 0.05,
+    }  # fmt: skip
+    for data, form, other, beside in (
+        (sglang, "sglang", "tensorrt-llm", "max_batch_tokens 512"),
+        (tensorrt, "tensorrt-llm", "sglang", "minimum_predicted_gain 0.05"),
+    ):
+        path, there, again = (tmp_path / f"{name}.json" for name in ("here", "there", "again"))
+        path.write_text(json.dumps(data))
+        table, said = load_cost_table(path), []
+        read_cost_table(path, {"cpu": "any"}, said.append)
+        assert sum(beside in line for line in said) == 1
+        assert write_cost_table(table, there, other) == [beside]
+        assert load_cost_table(there).cost.step_price(2, 5, 0) == pytest.approx(
+            table.cost.step_price(2, 5, 0)
+        )
+        assert write_cost_table(table, again, form) == []
+        assert load_cost_table(again).beside == table.beside
+        with pytest.raises(DSparkError, match="--cost-table as it is"):
+            write_cost_table(table, again, "dspark")
+    path.write_text(json.dumps(tensorrt | {"minimum_predicted_gain": "much"}))
+    with pytest.raises(DSparkError, match="minimum_predicted_gain"):
+        load_cost_table(path)
 
 
 def test_foreign_damaged_and_suspicious_tables(measured, target, tmp_path):

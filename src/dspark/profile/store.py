@@ -1,4 +1,4 @@
-"""Profiles as files: bound to machine, model and drafter by a fingerprint, kept in the cache, readable elsewhere."""
+"""Profiles as files: bound to machine, model and drafter by a fingerprint, and kept in the cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from dspark.errors import DSparkError
 from dspark.profile.fit import Sample, fit_cost, flat, pooled_noise
 from dspark.profile.measure import ProfileSettings, largest_pass, measure_profile
 from dspark.schedule.cost import AdditiveCost, CostModel, TableCost
-from dspark.schedule.cost_formats import from_sglang, from_tensorrt_llm, to_sglang, to_tensorrt_llm
 from dspark.target.base import Target
 
-__all__ = ["TABLE_FORMATS", "Profile", "ensure_profile", "fingerprint", "read_cost_table", "write_cost_table"]
+__all__ = ["Profile", "describe", "ensure_profile", "fingerprint"]
 
 FORMAT, FORMAT_VERSION = "dspark-cost-profile", 2
-TABLE_FORMATS = ("dspark", "sglang", "tensorrt-llm")
 WIDER = 4  # times the rows, where a profile is flat
 
 
@@ -177,64 +175,6 @@ def _keep(profile: Profile, report: Callable[[str], None]) -> None:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         report(f"the profile could not be kept in {path.parent} ({error}): it will be measured again")
-
-
-def read_cost_table(
-    path: Path,
-    belongs_to: Mapping[str, str] | None = None,
-    report: Callable[[str], None] = lambda message: None,
-) -> TableCost | AdditiveCost:
-    """Prices from a file: a profile of ours, or a table of SGLang or TensorRT-LLM.
-
-    A profile that belongs to another machine or model than `belongs_to` is refused; a table of another engine,
-    which cannot tell, is reported. Prices that look wrong have a `warning`.
-
-    Raises:
-        DSparkError: no such file, none of these formats, a profile of something else, unusable prices.
-    """
-    try:
-        data = json.loads(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, json.JSONDecodeError) as error:
-        raise DSparkError(f"cannot read a cost table from {str(path)!r}: {error}") from None
-    if not isinstance(data, Mapping):
-        raise DSparkError(f"{path} holds no cost table: expected a JSON object")
-    cost: TableCost | AdditiveCost
-    if "format" in data:
-        profile = Profile.from_dict(data)
-        differs = [k for k, v in (belongs_to or {}).items() if profile.fingerprint.get(k) != v]
-        if differs:
-            here, there = (belongs_to or {})[differs[0]], profile.fingerprint.get(differs[0])
-            raise DSparkError(
-                f"{path} was measured with another {differs[0]} ({there}, here {here}): run dspark profile here"
-            )
-        cost = profile.cost()
-        if profile.flat:
-            report(f"{path}: {profile.flat}; further rows count as nearly free")
-    else:
-        cost = from_tensorrt_llm(data) if "token_counts" in data else from_sglang(data)
-        report(
-            f"{path} does not say which machine and model it is for, and has no draft or context prices: drafting "
-            "counts as free"
-        )
-    return cost
-
-
-def write_cost_table(profile: Profile, path: Path, form: str) -> list[str]:
-    """Write the profile as one of `TABLE_FORMATS`; returns what that format cannot hold."""
-    if form not in TABLE_FORMATS:
-        raise DSparkError(f"{form!r} is no format of cost tables; choose from {', '.join(TABLE_FORMATS)}")
-    cost = profile.cost()
-    table = {
-        "dspark": profile.as_dict,
-        "sglang": lambda: to_sglang(cost),
-        "tensorrt-llm": lambda: to_tensorrt_llm(cost),
-    }[form]()
-    try:
-        path.expanduser().write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DSparkError(f"cannot write {str(path)!r}: {error}") from None
-    lost = ["the price of drafting", "the price of a long context", "the fingerprint"]
-    return [] if form == "dspark" else lost
 
 
 def describe(cost: CostModel) -> dict[str, Any]:
