@@ -141,6 +141,29 @@ def test_a_domain_that_gets_worse_is_named():
     assert not any(w.startswith("domain chat") for w in evaluation.warnings)
 
 
+def test_a_slot_that_gets_worse_is_named_though_the_mean_improves():
+    """Slot 1 was right and is made worse by its temperature; the others gain more than it loses."""
+    rounds = synthetic_rounds((1.0, 6.0, 6.0), n=4000)
+    evaluation = evaluate(rounds, Calibration((2.0, 6.0, 6.0)), Bins())
+    right = evaluate(rounds, Calibration((1.0, 6.0, 6.0)), Bins())
+    assert evaluation.refusal is None
+    assert [slot.worse for slot in evaluation.all.slots] == [True, False, False]
+    (warning,) = [w for w in evaluation.warnings if "worse" in w and w.startswith("slot")]
+    assert warning.startswith("slot 1: worse than before (")
+    assert [s["worse"] for s in evaluation.as_dict()["groups"][0]["slots"]] == [True, False, False]
+    assert not any("worse" in w for w in right.warnings)
+
+
+def test_a_slot_that_gets_worse_by_chance_is_not_named():
+    """A perfect calibration of heads that are as good: what differs is the noise of binning."""
+    right, slots = (1.05, 0.95, 1.0), []
+    for seed in range(5):
+        rounds = synthetic_rounds(right, n=400, seed=seed)
+        slots += evaluate(rounds, Calibration(right), Bins()).all.slots
+    assert any(slot.after.ece > max(slot.before.ece, slot.floor_95) for slot in slots)
+    assert not any(slot.worse for slot in slots)
+
+
 def test_a_temperature_at_the_edge_is_said():
     rounds = synthetic_rounds((1.0,), n=500)
     constant = replace(rounds, logits=np.abs(rounds.logits) + 3, acceptance=np.full((500, 1), 0.5))

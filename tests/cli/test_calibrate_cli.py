@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import dspark
 from dspark.calibrate import Answer, Calibration, Rounds, Source, load_calibration, load_rounds, save_rounds
-from dspark.calibrate.formats import save_calibration
+from dspark.calibrate.formats import FORMATS, save_calibration
 from dspark.cli import main
 from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.checkpoint import save_drafter_model
@@ -229,11 +230,31 @@ def test_offsets_are_suggested_where_temperatures_do_not_mend(
     assert report["groups"][0]["slots"][0]["after"]["ece"] == pytest.approx(saved.ece_after[0])
     convert = ["calibrate", "--convert", str(out), "--out", str(tmp_path / "x.json"), "--format", "sglang"]
     assert main(convert) == 2
-    assert "has offsets" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "has offsets" in err
+    assert "--no-collect" in err
+    assert "--drop-offsets" in err
     assert not (tmp_path / "x.json").exists()
+    assert main([*convert, "--drop-offsets"]) == 0
+    err = capsys.readouterr().err
+    assert f"dropped: offsets {saved.offsets[0]:.2f}, {saved.offsets[1]:.2f}" in err
+    assert "--no-collect" in err
+    table = json.loads((tmp_path / "x.json").read_text())
+    assert table["temperatures"] == list(saved.temperatures)
+    assert table["ece_before"] == list(saved.ece_before)
+    assert table["ece_after"] == [], "it was measured with the offsets"
 
 
-def test_conversion(tmp_path: Path) -> None:
+def test_the_shipped_calibration_can_be_taken_along(tmp_path: Path) -> None:
+    shipped = Path(dspark.__file__).parent / "drafters/shipped/smollm2-135m-dspark/calibration.json"
+    convert = ["calibrate", "--convert", str(shipped), "--out", str(tmp_path / "x.json"), "--drop-offsets"]
+    for form in FORMATS:
+        assert main([*convert, "--format", form]) == 0
+        taken = load_calibration(tmp_path / "x.json")
+        assert (taken.temperatures, taken.offsets) == (load_calibration(shipped).temperatures, ())
+
+
+def test_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
     save_calibration(ours, Calibration((1.5, 2.0), rounds_fit=7))
     assert main(["calibrate", "--convert", str(ours), "--out", str(theirs), "--format", "sglang"]) == 0
@@ -241,6 +262,10 @@ def test_conversion(tmp_path: Path) -> None:
     back = tmp_path / "back.json"
     assert main(["calibrate", "--convert", str(theirs), "--out", str(back)]) == 0
     assert load_calibration(back).temperatures == (1.5, 2.0)
+    assert not capsys.readouterr().err
+    assert main(["calibrate", "--convert", str(ours), "--out", str(back), "--drop-offsets"]) == 0
+    assert "has no offsets to drop" in capsys.readouterr().err
+    assert back.read_text() == ours.read_text()
 
 
 @pytest.mark.parametrize(
@@ -257,6 +282,7 @@ def test_conversion(tmp_path: Path) -> None:
         (["--prompts", "1"], "--prompts must be 2 or more"),
         (["--prompts", "no.jsonl"], "cannot read prompts"),
         (["--concurrency", "0"], "--concurrency must be 1 or more"),
+        (["--drop-offsets"], "--drop-offsets belongs to --convert"),
         (["--convert", "none.json"], "cannot read the calibration"),
         (["--check", "a", "--convert", "b"], "not allowed with"),
         (["--convert", "a", "--no-collect"], "without use for --no-collect"),

@@ -7,6 +7,7 @@ import pytest
 
 from dspark.cli import main
 from dspark.cli.options import add_schedule_options, schedule_config
+from dspark.profile import Sample
 
 TABLE = {"sample_batch_tokens": [1, 4, 16], "sample_steps_per_sec": [40, 30, 15], "max_batch_tokens": 64}
 
@@ -38,11 +39,61 @@ def test_additive_and_flat_tables(tmp_path, capsys):
     assert "flat" in err
 
 
+def test_a_table_is_turned_into_another_engine_s(tmp_path, capsys):
+    path, out = tmp_path / "table.json", tmp_path / "out.json"
+    path.write_text(json.dumps(TABLE))
+    argv = ["profile", "--import", str(path), "--export", str(out)]
+    assert main([*argv, "--format", "tensorrt-llm"]) == 0
+    assert "tensorrt-llm has no place for max_batch_tokens 64" in capsys.readouterr().err
+    assert json.loads(out.read_text())["step_time_ms"] == pytest.approx([25, 1000 / 30, 1000 / 15])
+    out.unlink()
+    assert main(argv) == 2
+    assert "holds what was measured" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """The temperatures that were measured at, with times made up; profiles are kept in `tmp_path`."""
+    measured = []
+
+    def fake(target, drafter, gamma, max_num_seqs, settings, progress):
+        measured.append(settings.temperature)
+        progress(1.0)
+        seconds = 0.02 + 0.01 * settings.temperature
+        return [Sample("step", 1, n, c, n * seconds) for n in (1, 64) for c in (64, 512)]
+
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("dspark.profile.store.measure_profile", fake)
+    return measured
+
+
+def test_export_takes_the_kept_profile(tiny_model, measured, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    argv = ["profile", "--model", str(tiny_model), "--method", "none", "--dtype", "float64"]
+    export = [*argv, "--export", str(out), "--format", "sglang"]
+    assert main(argv) == main(argv) == 0
+    assert measured == [0, 0]
+    assert "kept for this machine" not in capsys.readouterr().err
+    assert main(export) == 0
+    assert "--fresh measures anew" in capsys.readouterr().err
+    assert measured == [0, 0]
+    assert json.loads(out.read_text())["sample_steps_per_sec"] == pytest.approx([50, 50 / 64])
+    assert main([*export, "--fresh"]) == main([*export, "--seconds", "1"]) == 0
+    assert measured == [0, 0, 0, 0]
+    assert main([*export, "--temperature", "1"]) == main([*export, "--temperature", "1"]) == 0
+    assert measured == [0, 0, 0, 0, 1]
+    assert json.loads(out.read_text())["sample_steps_per_sec"][0] == pytest.approx(1 / 0.03)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["profile", "--import", "nowhere.json"], "cannot read a cost table"),
-        (["profile", "--import", "nowhere.json", "--export", "x"], "leave --import out"),
+        (["profile", "--import", "nowhere.json", "--export", "no/such/place"], "create it first"),
+        (["profile", "--import", "nowhere.json", "--temperature", "0"], "leave --temperature out"),
+        (["profile", "--import", "nowhere.json", "--fresh"], "leave --fresh out"),
+        (["profile", "--temperature", "-1"], "temperature of 0 or more"),
         (["profile", "--dtype", "float8"], "not supported"),
         (["profile", "--max-num-seqs", "0"], "--max-num-seqs"),
         (["profile", "--format", "csv"], "invalid choice"),

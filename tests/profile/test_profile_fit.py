@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dspark.core import DSparkError
-from dspark.profile.fit import Sample, fit_cost, isotonic, pooled_noise
+from dspark.profile.fit import Sample, fit_cost, flat, isotonic, pooled_noise
 from dspark.schedule.cost import AdditiveCost, TableCost
 
 
@@ -101,12 +101,14 @@ def test_noise_is_pooled_and_outliers_do_not_count():
     assert (np.diff(cost.seconds if isinstance(cost, TableCost) else cost.theta) >= 0).all()
 
 
-def test_a_flat_profile_is_refused():
-    flat = [Sample("step", 1, n, 64, 0.02 * (1 + 0.1 * ((i + n) % 3))) for n in (1, 4, 16) for i in range(3)]
-    with pytest.raises(DSparkError, match="flat"):
-        fit_cost(flat)
+def test_a_flat_profile_says_so():
+    alike = [Sample("step", 1, n, 64, 0.02 * (1 + 0.1 * ((i + n) % 3))) for n in (1, 4, 16) for i in range(3)]
+    assert flat(alike) == "the profile is flat: 16 rows cost no more than 1 beyond noise"
+    assert (np.diff(fit_cost(alike).seconds) >= 0).all()
+    assert flat(samples()) is None
+    assert flat(samples(alpha=2e-3)) is None
     with pytest.raises(DSparkError, match="two sizes"):
-        fit_cost(flat[:3])
+        fit_cost(alike[:3])
 
 
 def test_a_profile_without_a_drafter_prices_passes_alone():

@@ -1,6 +1,8 @@
 """Measuring on a clock that a model's passes move, and profiles as files."""
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,16 +10,19 @@ import torch
 
 from dspark.core import DSparkError
 from dspark.drafters.ngram import NgramDrafter
+from dspark.engine.judge import judge
 from dspark.profile import (
     Profile,
     ProfileSettings,
     Sample,
     ensure_profile,
     fingerprint,
+    load_cost_table,
     measure_profile,
     read_cost_table,
     write_cost_table,
 )
+from dspark.profile.measure import largest_pass
 from dspark.schedule.cost import TableCost
 from dspark.testing import tiny_decoder, tiny_drafter
 from dspark.testing.chain import tiny_chain_drafter
@@ -132,12 +137,66 @@ def test_more_time_gives_more_samples(target):
     assert count(100.0) == 6 * count(0.0)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 3.0, 1e9])
+def test_progress_rises_to_the_whole(target, seconds):
+    """Whether the fewest repeats, the time or the most of them end it; passes take about as long in each turn."""
+    clock, seen = Clock(), []
+    settings = replace(SETTINGS, seconds=seconds, most=4)
+    measure_profile(Priced(target, clock), None, 0, 4, settings, clock, seen.append)
+    assert 0 < seen[0] < 0.3
+    assert seen[-1] == 1
+    assert max(a - b for a, b in pairwise(seen)) < 0.35
+    assert len(seen) > 8
+
+
+def test_a_kept_profile_is_measured_with_its_progress_told(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+    seen: list[float] = []
+    ensure_profile(target, None, 0, 4, settings=SETTINGS, progress=seen.append)
+    assert 1 in seen
+
+
+def test_drafts_and_judgement_are_timed_at_the_temperature_asked_for(target, monkeypatch):
+    clock, drafted, judged = Clock(), set(), set()
+
+    class Listening(PricedDrafter):
+        def propose(self, batch):
+            drafted.update(r.params.temperature for r in batch.requests)
+            return super().propose(batch)
+
+    def listen(batch, draft, seen):
+        judged.update(r.params.temperature for r in batch.requests)
+        return judge(batch, draft, seen)
+
+    monkeypatch.setattr("dspark.profile.measure.judge", listen)
+    drafter = Listening(tiny_drafter(target, "dspark", "vanilla", 3, None), clock)
+    measure_profile(
+        Priced(target, clock), drafter, 3, 16, replace(SETTINGS, temperature=0.7, max_rows=4), clock
+    )
+    assert drafted == judged == {0.7}
+
+
+def test_profiles_of_several_temperatures_are_kept_apart_and_all_fit(target, tmp_path, calls):
+    cold, hot = (
+        ensure_profile(target, None, 3, settings=replace(SETTINGS, temperature=t)) for t in (0.0, 0.7)
+    )
+    assert ensure_profile(target, None, 3, settings=replace(SETTINGS, temperature=0.7)) == hot
+    assert ensure_profile(target, None, 3) == cold
+    assert len(calls) == 2
+    assert (cold.fingerprint["temperature"], hot.fingerprint["temperature"]) == ("0", "0.7")
+    write_cost_table(hot, tmp_path / "hot.json", "dspark")
+    assert read_cost_table(tmp_path / "hot.json", fingerprint(target, None)) == hot.cost()
+    for t in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(DSparkError, match="temperature"):
+            ProfileSettings(temperature=t)
+
+
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
     """What was measured, by numbers made up; profiles are kept in `tmp_path`."""
     calls = []
 
-    def fake(target, drafter, gamma, max_num_seqs, settings):
+    def fake(target, drafter, gamma, max_num_seqs, settings, progress):
         calls.append(gamma)
         return [Sample("step", 1, n, 64, 0.02 + 0.01 * n) for n in (1, 2, 4 * max_num_seqs)]
 
@@ -181,13 +240,67 @@ def test_a_profile_of_another_version_is_measured_anew(target, tmp_path, calls):
     assert len(calls) == 2
 
 
+def flat_up_to(rows, monkeypatch, tmp_path):
+    """Have passes cost alike up to `rows`; returns the list of (max_rows, max_num_seqs) that are measured."""
+    asked = []
+
+    def fake(target, drafter, gamma, max_num_seqs, settings, progress):
+        asked.append((settings.max_rows, max_num_seqs))
+        sizes = (1, 4, largest_pass(settings, gamma, max_num_seqs))
+        return [Sample("step", 1, n, 64, 0.02 + 0.01 * (n > rows)) for n in sizes]
+
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+    monkeypatch.setattr("dspark.profile.store.measure_profile", fake)
+    return asked
+
+
+def test_a_flat_profile_is_measured_with_more_rows_once(target, tmp_path, monkeypatch):
+    asked, said = flat_up_to(100, monkeypatch, tmp_path), []
+    profile = ensure_profile(target, None, 7, 16, said.append)
+    assert asked == [(64, 16), (256, 64)]
+    assert profile.flat is None
+    assert not any(line.startswith("warning") for line in said)
+    assert ensure_profile(target, None, 7, 16) == profile
+    assert len(asked) == 2
+
+
+def test_a_profile_that_stays_flat_is_kept_with_a_warning(target, tmp_path, monkeypatch):
+    asked, said = flat_up_to(10_000, monkeypatch, tmp_path), []
+    profile = ensure_profile(target, None, 7, 1, said.append)
+    assert asked == [(64, 1), (256, 4)]
+    assert profile.cost().step_price(1, 8, 64) == profile.cost().step_price(1, 1, 64)
+    assert said[-1].startswith("warning: the profile is flat: 32 rows cost no more than 1")
+    assert ensure_profile(target, None, 7, 1, said.append) == profile
+    assert said[-1] == said[-2]
+    assert len(asked) == 2, "it is not measured anew at every start"
+    ensure_profile(target, None, 7, 4)
+    assert asked[2:] == [(64, 4), (256, 16)], "more rows than that might have a price"
+
+
+def test_a_strict_profile_is_refused_where_it_is_flat(target, tmp_path, monkeypatch):
+    asked = flat_up_to(10_000, monkeypatch, tmp_path)
+    with pytest.raises(DSparkError, match=r"--max-rows 256.*--cost-table.*--policy fixed"):
+        ensure_profile(target, None, 7, 16, strict=True)
+    assert asked == [(64, 16)]
+    assert not (tmp_path / "profiles").exists()
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_more_rows_than_the_engine_can_have_are_measured(target, requests):
+    """What the wider bench is asked for: its pool holds the largest probe, whatever its requests."""
+    clock = Clock()
+    settings = replace(SETTINGS, max_rows=4 * 64, repeats=1)
+    found = measure_profile(Priced(target, clock), None, 3, 4 * requests, settings, clock)
+    assert max(s.rows for s in found if s.kind == "step") == 16 * requests
+
+
 def test_tables_go_out_and_come_back(measured, target, tmp_path):
     profile = Profile(fingerprint(target, None), tuple(measured))
     said: list[str] = []
     for form in ("dspark", "sglang", "tensorrt-llm"):
         path = tmp_path / f"{form}.json"
         lost = write_cost_table(profile, path, form)
-        assert bool(lost) == (form != "dspark")
+        assert bool(lost) == ("the price of drafting" in lost) == (form != "dspark")
         said.clear()
         cost = read_cost_table(path, profile.fingerprint, said.append)
         assert float(cost.step_seconds(1, 7, 4)) == pytest.approx(0.02 + 7 * 0.002 + 4e-5)
@@ -195,6 +308,35 @@ def test_tables_go_out_and_come_back(measured, target, tmp_path):
         assert (float(cost.draft_seconds(1, 1)) > 0) == (form == "dspark")
     with pytest.raises(DSparkError, match="choose from"):
         write_cost_table(profile, tmp_path / "x", "csv")
+
+
+def test_tables_of_other_engines_are_turned_into_each_other(tmp_path):
+    """Prices survive; what only one engine's format holds is kept by it, and said to be lost by the other."""
+    sglang = {"sample_batch_tokens": [1, 64], "sample_steps_per_sec": [10, 5], "max_batch_tokens": 512}
+    tensorrt = {
+        "token_counts": [1, 8], "step_time_ms": [2.0, 4.0], "fixed_overhead_ms": 1.0, "batch_sizes": [1, 8],
+        "batch_overhead_ms": [0.0, 3.0], "minimum_predicted_gain": 0.05,
+    }  # fmt: skip
+    for data, form, other, beside in (
+        (sglang, "sglang", "tensorrt-llm", "max_batch_tokens 512"),
+        (tensorrt, "tensorrt-llm", "sglang", "minimum_predicted_gain 0.05"),
+    ):
+        path, there, again = (tmp_path / f"{name}.json" for name in ("here", "there", "again"))
+        path.write_text(json.dumps(data))
+        table, said = load_cost_table(path), []
+        read_cost_table(path, {"cpu": "any"}, said.append)
+        assert sum(beside in line for line in said) == 1
+        assert write_cost_table(table, there, other) == [beside]
+        assert load_cost_table(there).cost.step_price(2, 5, 0) == pytest.approx(
+            table.cost.step_price(2, 5, 0)
+        )
+        assert write_cost_table(table, again, form) == []
+        assert load_cost_table(again).beside == table.beside
+        with pytest.raises(DSparkError, match="--cost-table as it is"):
+            write_cost_table(table, again, "dspark")
+    path.write_text(json.dumps(tensorrt | {"minimum_predicted_gain": "much"}))
+    with pytest.raises(DSparkError, match="minimum_predicted_gain"):
+        load_cost_table(path)
 
 
 def test_foreign_damaged_and_suspicious_tables(measured, target, tmp_path):

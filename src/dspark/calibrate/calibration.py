@@ -13,7 +13,7 @@ alone, a_k on those of slots up to k: what a policy declares about its dependenc
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -105,6 +105,10 @@ class Calibration:
     def survival(self, logits: np.ndarray) -> np.ndarray:
         """Calibrated prefix survival a_{r,j}: [R, g] float64, non-increasing along a row."""
         return self.conditional(logits).cumprod(axis=1)
+
+    def without_offsets(self) -> Calibration:
+        """The temperatures alone. Errors after the fit are left out: they were measured with the offsets."""
+        return replace(self, offsets=(), ece_after=(), ece_floor=()) if self.offsets else self
 
     def check_fits(self, drafter_identity: str, target_identity: str, gamma: int) -> None:
         """Refuse to serve another drafter, target or block than it was fitted to; what is unknown passes.

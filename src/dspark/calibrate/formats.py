@@ -66,8 +66,9 @@ def to_sglang(calibration: Calibration) -> dict[str, Any]:
     """
     if calibration.offsets:
         raise DSparkError(
-            "this calibration has offsets, which SGLang's and TensorRT-LLM's files cannot hold: fit one without "
-            "--offsets, or save it in the format dspark"
+            "this calibration has offsets, which SGLang's and TensorRT-LLM's files cannot hold: best fit one without "
+            "--offsets on the kept rounds (dspark calibrate --no-collect --rounds PATH, which needs no model); or "
+            "convert it with --drop-offsets, or save it in the format dspark"
         )
     return {
         "temperatures": list(calibration.temperatures),

@@ -56,14 +56,22 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One slot, 1-based as in the paper. `floor`: mean error of a perfectly calibrated predictor, by simulation."""
+    """One slot, 1-based as in the paper. `floor`, `floor_95`: mean error of a perfectly calibrated predictor, and what
+    it stays below in 19 of 20 cases, by simulation."""
 
     slot: int
     rounds: int
     realised: float  # share of rounds whose drafts were accepted up to here
     floor: float
+    floor_95: float
     before: Side
     after: Side
+
+    @property
+    def worse(self) -> bool:
+        """Calibrated, it errs more than before by more than errors vary by chance, and more than chance explains."""
+        after, noise = self.after.ece, self.floor_95 - self.floor
+        return after > self.before.ece + noise and after > self.floor_95
 
     @property
     def errs_one_way(self) -> bool:
@@ -140,6 +148,12 @@ class Evaluation:
             if at_the_edge(t):
                 kind = "temperature, with any offset," if self.calibration.offsets else "temperature"
                 yield f"slot {k + 1}: temperature {t:g} is as far as the search goes; no {kind} mends it"
+        for slot in g.slots:
+            if slot.worse:
+                yield (
+                    f"slot {slot.slot}: worse than before ({slot.before.ece:.2%}, now {slot.after.ece:.2%}; "
+                    f"{slot.floor_95:.2%} could be chance)"
+                )
         for group in self.groups[1:]:
             if group.ece_after > group.ece_before + (group.floor_95 - group.floor):
                 yield f"{group.name}: worse than before ({group.ece_before:.2%}, now {group.ece_after:.2%})"
@@ -198,7 +212,8 @@ def _group(
         y = survived[rows, k]
         sides = [Side.of(a[rows, k], y, bins) for a in (before, after)]
         realised = float(y.mean()) if len(y) else float("nan")
-        slots.append(Slot(k + 1, int(rows.sum()), realised, float(floors[:, k].mean()), *sides))
+        chance = float(floors[:, k].mean()), float(np.quantile(floors[:, k], 0.95))
+        slots.append(Slot(k + 1, int(rows.sum()), realised, *chance, *sides))
     seen = [k for k, slot in enumerate(slots) if slot.rounds]
     over_slots = floors[:, seen].mean(axis=1) if seen else np.array([np.nan])
     return Group(
@@ -224,5 +239,5 @@ def _slot_dict(slot: Slot) -> dict[str, Any]:
         points = {key: getattr(side.reliability, key).tolist() for key in ("predicted", "realised", "count")}
         figures = {key: getattr(side, key) for key in ("ece", "auc", "brier", "predicted")}
         sides[name] = {**figures, "reliability": points}
-    plain = {key: getattr(slot, key) for key in ("slot", "rounds", "realised", "floor")}
+    plain = {key: getattr(slot, key) for key in ("slot", "rounds", "realised", "floor", "floor_95", "worse")}
     return {**plain, **sides}

@@ -35,6 +35,11 @@ def add_parser(verbs: Any) -> None:
     mode.add_argument(
         "--convert", metavar="PATH", help="write this calibration to --out in --format, no more"
     )
+    parser.add_argument(
+        "--drop-offsets",
+        action="store_true",
+        help="with --convert: write the temperatures alone, for other engines; better fit again without --offsets",
+    )
     _add_rounds_options(parser)
     _add_fit_options(parser)
     parser.add_argument(
@@ -116,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     if args.convert is not None:
-        save_calibration(Path(args.out), load_calibration(Path(args.convert)), args.format)
+        _convert(args)
         return 0
     bins = Bins(args.bins, args.binning)
     given = None if args.check is None else load_calibration(Path(args.check))
@@ -138,6 +143,24 @@ def run(args: argparse.Namespace) -> int:
     return int(refusal is not None)
 
 
+def _convert(args: argparse.Namespace) -> None:
+    from dspark.calibrate import load_calibration, save_calibration
+
+    calibration = load_calibration(Path(args.convert))
+    if args.drop_offsets:
+        if calibration.offsets:
+            dropped = ", ".join(f"{b:.2f}" for b in calibration.offsets)
+            say(
+                f"dropped: offsets {dropped}, and the errors that were measured with them; confidences are off by as "
+                "much, as the temperatures were fitted beside offsets: better fit again without --offsets on the kept "
+                "rounds (--no-collect --rounds PATH, which needs no model)"
+            )
+        else:
+            say(f"{args.convert} has no offsets to drop")
+        calibration = calibration.without_offsets()
+    save_calibration(Path(args.out), calibration, args.format)
+
+
 def _check(args: argparse.Namespace) -> None:
     """Refuse before hours of work what could not be written after it."""
     from dspark.calibrate.formats import FORMATS
@@ -151,6 +174,8 @@ def _check(args: argparse.Namespace) -> None:
                 raise DSparkError(
                     f"--convert writes a calibration as it is, without use for --{name.replace('_', '-')}: leave it out"
                 )
+    elif args.drop_offsets:
+        raise DSparkError("--drop-offsets belongs to --convert; to fit without offsets, leave out --offsets")
     if args.offsets and args.format != "dspark":
         raise DSparkError(
             f"--format {args.format} cannot hold offsets: leave out --offsets, or save in the format dspark"

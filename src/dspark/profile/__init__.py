@@ -7,9 +7,11 @@ profile = ensure_profile(target, drafter, gamma=7)      # from the cache where o
 
 from dspark.profile.fit import Sample, fit_cost, isotonic, pooled_noise
 from dspark.profile.measure import ProfileSettings, measure_profile
-from dspark.profile.store import Profile, ensure_profile, fingerprint, read_cost_table, write_cost_table
+from dspark.profile.store import Profile, ensure_profile, fingerprint
+from dspark.profile.tables import CostTable, load_cost_table, read_cost_table, write_cost_table
 
 __all__ = [
+    "CostTable",
     "Profile",
     "ProfileSettings",
     "Sample",
@@ -17,6 +19,7 @@ __all__ = [
     "fingerprint",
     "fit_cost",
     "isotonic",
+    "load_cost_table",
     "measure_profile",
     "pooled_noise",
     "read_cost_table",

@@ -12,7 +12,7 @@ import numpy as np
 from dspark.errors import DSparkError
 from dspark.schedule.cost import AdditiveCost, ContextCost, DraftCost, TableCost
 
-__all__ = ["Sample", "fit_cost", "isotonic", "pooled_noise"]
+__all__ = ["Sample", "fit_cost", "flat", "isotonic", "pooled_noise"]
 
 Kind = Literal["step", "draft", "behind", "upkeep"]
 REQUESTS_MATTER = 0.02  # of the price of a pass: a smaller effect of the number of requests is left out
@@ -73,7 +73,7 @@ def fit_cost(samples: Sequence[Sample]) -> TableCost | AdditiveCost:
     put it off until they draft (`Deferring`) have no samples of it: it is in those of drafts.
 
     Raises:
-        DSparkError: fewer than two sizes of pass were measured, or nothing that rises with the size.
+        DSparkError: fewer than two sizes of pass were measured.
     """
     table = medians(samples)
     steps = {probe[1:]: t for probe, t in table.items() if probe[0] == "step"}
@@ -87,16 +87,20 @@ def fit_cost(samples: Sequence[Sample]) -> TableCost | AdditiveCost:
     at_one = [np.median([t - per_request * (r - 1) for (r, m), t in base.items() if m == n]) for n in sizes]
     seconds = tuple((isotonic(at_one) + first).tolist())
     draft, context = _draft(table, further, _displacement(table)), _context(steps, shortest)
-    if seconds[-1] <= seconds[0] * (1 + pooled_noise(samples)):
-        raise DSparkError(
-            f"the profile is flat: {sizes[-1]} rows cost no more than {sizes[0]} beyond noise; measure again on a "
-            "quieter machine, or with larger passes"
-        )
     if per_request * max(r for r, _ in base) <= REQUESTS_MATTER * seconds[0]:
         return TableCost(tuple(sizes), seconds, draft=draft, context=context)
     requests = tuple(sorted({1, *(r for r, _ in base)}))
     alpha = tuple(per_request * (r - 1) for r in requests)
     return AdditiveCost(0.0, requests, alpha, tuple(sizes), seconds, draft=draft, context=context)
+
+
+def flat(samples: Sequence[Sample]) -> str | None:
+    """Says so where the largest pass costs no more than the smallest beyond the noise of one sample, else None."""
+    cost = fit_cost(samples)
+    seconds = cost.theta if isinstance(cost, AdditiveCost) else cost.seconds
+    if seconds[-1] > seconds[0] * (1 + pooled_noise(samples)):
+        return None
+    return f"the profile is flat: {cost.tokens[-1]} rows cost no more than {cost.tokens[0]} beyond noise"
 
 
 def _by_probe(samples: Iterable[Sample]) -> dict[Probe, list[float]]:

@@ -8,6 +8,7 @@ behind passes, and those of drafted rounds behind their drafts.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from dspark.target.base import Target
 
 __all__ = ["ProfileSettings", "largest_pass", "measure_profile"]
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 BLOCK = 16
 IN_A_ROW = 2  # runs of a probe that count, at a turn
 FEW_ROWS = 8  # up to which a pass takes as long as it takes to read the weights, or nearly
@@ -39,7 +40,8 @@ FEW_ROWS = 8  # up to which a pass takes as long as it takes to read the weights
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
     """`seconds`: about how long to measure (each probe at least `repeats` times, at most `most`).
-    `max_rows`: largest pass that is timed; `context_lengths`: cached positions a request, shortest first."""
+    `max_rows`: largest pass that is timed; `context_lengths`: cached positions a request, shortest first.
+    `temperature`: of drafts and judgement: sampling and the ratio rule take longer than the argmax at 0."""
 
     seconds: float = 4.0
     repeats: int = 3
@@ -53,6 +55,8 @@ class ProfileSettings:
             raise DSparkError(
                 "a profile needs repeats of 1 or more, at most `most`, and max_rows of 2 or more"
             )
+        if not 0 <= self.temperature < math.inf:
+            raise DSparkError(f"a profile needs a temperature of 0 or more, got {self.temperature}")
         if len(set(self.context_lengths)) < 3 or list(self.context_lengths) != sorted(self.context_lengths):
             raise DSparkError(
                 f"a profile needs three context lengths at least, in rising order, got {self.context_lengths}"
@@ -66,12 +70,14 @@ def measure_profile(
     max_num_seqs: int = 16,
     settings: ProfileSettings | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> list[Sample]:
     """Raw times, in no particular order. The drafter must not be in use by an engine: it is attached elsewhere.
 
     Args:
         gamma: most drafts a request may have; 0 without a drafter.
         max_num_seqs: the engine's; larger passes than it can have are not timed.
+        progress: gets the share of the work that is done, above 0 and at most 1, behind each probe.
     """
     settings = settings or ProfileSettings()
     bench = _Bench(target, drafter, gamma, _lengths(settings, target, gamma), settings, clock)
@@ -84,12 +90,19 @@ def measure_profile(
         began = clock()
         for repeat in range(settings.most):
             random.shuffle(probes)
-            for probe in probes:
+            for i, probe in enumerate(probes):
                 samples += bench.run(probe, _lead(probe[2]), IN_A_ROW)
-            spent = clock() - began
+                spent, turns = clock() - began, repeat + (i + 1) / len(probes)
+                progress(_share(turns, spent, settings))
             if repeat + 1 >= settings.repeats and spent * (repeat + 2) / (repeat + 1) > settings.seconds:
                 break
     return samples
+
+
+def _share(turns: float, spent: float, settings: ProfileSettings) -> float:
+    """Of `turns` that took `spent` seconds, among all that will be made at this pace."""
+    fitting = turns * settings.seconds // spent if spent > 0 else settings.most
+    return min(1.0, turns / min(max(fitting, settings.repeats), settings.most))
 
 
 def largest_pass(settings: ProfileSettings, gamma: int, max_num_seqs: int) -> int:

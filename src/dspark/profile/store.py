@@ -1,4 +1,4 @@
-"""Profiles as files: bound to machine, model and drafter by a fingerprint, kept in the cache, readable elsewhere."""
+"""Profiles as files: bound to machine, model and drafter by a fingerprint, and kept in the cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,15 @@ from dspark import __version__
 from dspark.cache import cache_directory
 from dspark.drafters.base import Drafter
 from dspark.errors import DSparkError
-from dspark.profile.fit import Sample, fit_cost, pooled_noise
+from dspark.profile.fit import Sample, fit_cost, flat, pooled_noise
 from dspark.profile.measure import ProfileSettings, largest_pass, measure_profile
 from dspark.schedule.cost import AdditiveCost, CostModel, TableCost
-from dspark.schedule.cost_formats import from_sglang, from_tensorrt_llm, to_sglang, to_tensorrt_llm
 from dspark.target.base import Target
 
-__all__ = ["TABLE_FORMATS", "Profile", "ensure_profile", "fingerprint", "read_cost_table", "write_cost_table"]
+__all__ = ["Profile", "describe", "ensure_profile", "fingerprint"]
 
 FORMAT, FORMAT_VERSION = "dspark-cost-profile", 2
-TABLE_FORMATS = ("dspark", "sglang", "tensorrt-llm")
+WIDER = 4  # times the rows, where a profile is flat
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,18 @@ class Profile:
     dspark_version: str = field(default=__version__)
 
     def cost(self) -> TableCost | AdditiveCost:
-        """Prices. Raises DSparkError where the samples are too few or flat."""
+        """Prices. Raises DSparkError where the samples are too few."""
         return fit_cost(self.samples)
 
     @property
     def noise(self) -> float:
         """Relative scatter of a single sample."""
         return pooled_noise(self.samples)
+
+    @property
+    def flat(self) -> str | None:
+        """Says so where large passes cost no more than small ones beyond noise, else None."""
+        return flat(self.samples)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -77,7 +81,10 @@ class Profile:
 
 
 def fingerprint(target: Target, drafter: Drafter | None) -> dict[str, str]:
-    """What a profile depends on. Prices follow the shape of a drafter, not its weights."""
+    """What makes a profile fit here. Prices follow the shape of a drafter, not its weights.
+
+    The temperature that it was measured at is named beside these: profiles of others are kept apart, but fit as well.
+    """
     shape = (
         "none" if drafter is None else repr((drafter.name, drafter.max_draft, drafter.taps, drafter.kv_specs))
     )
@@ -101,96 +108,73 @@ def ensure_profile(
     report: Callable[[str], None] = lambda message: None,
     settings: ProfileSettings | None = None,
     again: bool = False,
+    strict: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Profile:
-    """The kept profile of this machine, model and drafter, or a fresh one (a few seconds), which is kept.
+    """The kept profile of this machine, model, drafter and temperature, or a fresh one (a few seconds), which is kept.
 
     One that was made for fewer requests does not reach far enough, and one of another version priced other kernels:
-    they are replaced.
+    they are replaced. Where passes cost alike within noise, four times as many rows are measured; if they still do,
+    the profile is kept, and it is reported: further rows are free then, as far as can be told.
 
     Args:
         again: measure in any case.
+        strict: refuse to keep what was measured flat, instead of measuring more rows.
+        progress: see `measure_profile`; where more rows are measured, it starts anew.
 
     Raises:
-        DSparkError: the machine shows no price that rises with the size of a pass.
+        DSparkError: strict, and large passes cost no more than small ones.
     """
-    belongs_to = fingerprint(target, drafter)
+    settings = settings or ProfileSettings()
+    belongs_to = {**fingerprint(target, drafter), "temperature": f"{settings.temperature:g}"}
+    wider, more_seqs = replace(settings, max_rows=WIDER * settings.max_rows), WIDER * max_num_seqs
+    reach, wide_reach = largest_pass(settings, gamma, max_num_seqs), largest_pass(wider, gamma, more_seqs)
+
+    def measured(seqs: int, settings: ProfileSettings) -> Profile:
+        samples = measure_profile(target, drafter, gamma, seqs, settings, progress=progress)
+        return Profile(belongs_to, tuple(samples))
+
+    profile = None if again else _kept(belongs_to, reach, wide_reach)
+    if profile is None:
+        report("measuring what a step costs here (some seconds, once for this model and machine)")
+        profile = measured(max_num_seqs, settings)
+        if profile.flat and strict:
+            raise DSparkError(
+                f"{profile.flat}: measure larger passes (--max-rows {wider.max_rows}, --max-num-seqs) or on a quieter "
+                "machine; or serve with prices from elsewhere (--cost-table), or without any (--policy fixed)"
+            )
+        if profile.flat and wide_reach > reach:
+            report(f"{profile.flat}: measuring up to {wide_reach} rows")
+            profile = measured(more_seqs, wider)
+        _keep(profile, report)
+    if profile.flat:
+        report(
+            f"warning: {profile.flat}: further rows count as nearly free, and drafting is priced by the draft alone; "
+            "--cost-table takes other prices, --policy fixed needs none"
+        )
+    return profile
+
+
+def _kept(belongs_to: dict[str, str], reach: int, reach_if_flat: int) -> Profile | None:
+    """The profile in the cache, if it is of this version and its passes are as large as that."""
     path = _kept_at(belongs_to)
-    if not again and path.is_file():
-        try:
-            kept = Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
-            kept.cost()
-            reach = max(s.rows for s in kept.samples if s.kind == "step")
-            wanted = largest_pass(settings or ProfileSettings(), gamma, max_num_seqs)
-            current = kept.fingerprint == belongs_to and kept.dspark_version == __version__
-            if current and reach >= wanted:
-                return kept
-        except (DSparkError, OSError, UnicodeError, json.JSONDecodeError):
-            pass  # measured anew, which replaces it
-    report("measuring what a step costs here (some seconds, once for this model and machine)")
-    profile = Profile(belongs_to, tuple(measure_profile(target, drafter, gamma, max_num_seqs, settings)))
+    try:
+        kept = Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        largest = max(s.rows for s in kept.samples if s.kind == "step")
+        current = kept.fingerprint == belongs_to and kept.dspark_version == __version__
+        return kept if current and largest >= (reach_if_flat if kept.flat else reach) else None
+    except (DSparkError, OSError, ValueError):
+        return None  # measured anew, which replaces it
+
+
+def _keep(profile: Profile, report: Callable[[str], None]) -> None:
+    path = _kept_at(profile.fingerprint)
     text = json.dumps(profile.as_dict())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         report(f"the profile could not be kept in {path.parent} ({error}): it will be measured again")
-    return profile
-
-
-def read_cost_table(
-    path: Path,
-    belongs_to: Mapping[str, str] | None = None,
-    report: Callable[[str], None] = lambda message: None,
-) -> TableCost | AdditiveCost:
-    """Prices from a file: a profile of ours, or a table of SGLang or TensorRT-LLM.
-
-    A profile that belongs to another machine or model than `belongs_to` is refused; a table of another engine,
-    which cannot tell, is reported. Prices that look wrong have a `warning`.
-
-    Raises:
-        DSparkError: no such file, none of these formats, a profile of something else, unusable prices.
-    """
-    try:
-        data = json.loads(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, json.JSONDecodeError) as error:
-        raise DSparkError(f"cannot read a cost table from {str(path)!r}: {error}") from None
-    if not isinstance(data, Mapping):
-        raise DSparkError(f"{path} holds no cost table: expected a JSON object")
-    cost: TableCost | AdditiveCost
-    if "format" in data:
-        profile = Profile.from_dict(data)
-        differs = [k for k, v in (belongs_to or {}).items() if profile.fingerprint.get(k) != v]
-        if differs:
-            here, there = (belongs_to or {})[differs[0]], profile.fingerprint.get(differs[0])
-            raise DSparkError(
-                f"{path} was measured with another {differs[0]} ({there}, here {here}): run dspark profile here"
-            )
-        cost = profile.cost()
-    else:
-        cost = from_tensorrt_llm(data) if "token_counts" in data else from_sglang(data)
-        report(
-            f"{path} does not say which machine and model it is for, and has no draft or context prices: drafting "
-            "counts as free"
-        )
-    return cost
-
-
-def write_cost_table(profile: Profile, path: Path, form: str) -> list[str]:
-    """Write the profile as one of `TABLE_FORMATS`; returns what that format cannot hold."""
-    if form not in TABLE_FORMATS:
-        raise DSparkError(f"{form!r} is no format of cost tables; choose from {', '.join(TABLE_FORMATS)}")
-    cost = profile.cost()
-    table = {
-        "dspark": profile.as_dict,
-        "sglang": lambda: to_sglang(cost),
-        "tensorrt-llm": lambda: to_tensorrt_llm(cost),
-    }[form]()
-    try:
-        path.expanduser().write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DSparkError(f"cannot write {str(path)!r}: {error}") from None
-    lost = ["the price of drafting", "the price of a long context", "the fingerprint"]
-    return [] if form == "dspark" else lost
 
 
 def describe(cost: CostModel) -> dict[str, Any]:
