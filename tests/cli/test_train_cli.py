@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,14 +52,35 @@ def test_train_resume_export_average(
     assert (provenance["steps"], provenance["averaged_steps"]) == (4, [])
 
 
-def test_ctrl_c_says_where_it_goes_on(
+def test_ctrl_c_saves_and_says_so(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.train_step
+
+    def pressed(trainer: Trainer) -> dict[str, float]:
+        if trainer.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return step(trainer)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Trainer, "train_step", pressed)
+    assert main(["train", str(config), "--set", "save_every=50"]) == 130
+    assert "stopped at step 2 and saved; the same command goes on" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) == before
+    monkeypatch.setattr(Trainer, "train_step", step)
+    assert main(["train", str(config), "--set", "save_every=50"]) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
+
+
+def test_a_second_ctrl_c_says_where_it_goes_on(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Trainer.train_step
 
     def interrupted(trainer: Trainer) -> dict[str, float]:
         if trainer.step == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return step(trainer)
 
     monkeypatch.setattr(Trainer, "train_step", interrupted)

@@ -82,6 +82,46 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, method):
     assert [r["step"] for r in log] == [2, 4, 6]
 
 
+def test_the_log_of_a_resumed_run_is_that_of_the_uninterrupted_one(tmp_path):
+    changes = {"steps": 11, "eval_every": 5, "save_every": 2}
+
+    def log(name):
+        records = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in record.items() if k != "blocks_per_s"} for record in records]
+
+    list(trainer(tmp_path / "whole", **changes).run())
+    killed = trainer(tmp_path / "cut", **changes)
+    running = killed.run()
+    assert next(running)["step"] == 5  # the next save would have been at step 6
+    running.close()
+    with (tmp_path / "cut" / "log.jsonl").open("a") as file:
+        file.write('{"step": 3, "bl')
+    resumed = trainer(tmp_path / "cut", **changes)
+    assert resumed.resume()
+    assert resumed.step == 4
+    assert len((tmp_path / "cut" / "log.jsonl").read_text().splitlines()) == 2, "a look changes nothing"
+    list(resumed.run())
+    assert [record["step"] for record in log("whole")] == [5, 10, 11]
+    assert log("cut") == log("whole")
+    list(trainer(tmp_path / "cut", **changes).run())  # no state was read: from the start
+    assert log("cut") == log("whole")
+
+
+def test_a_run_that_is_asked_to_stop_saves_behind_the_step(tmp_path):
+    run = trainer(tmp_path, steps=5, save_every=100, eval_every=100)
+    step = run.train_step
+
+    def asked():
+        run.stop_requested = run.step == 2
+        return step()
+
+    run.train_step = asked
+    assert not list(run.run())
+    again = trainer(tmp_path, steps=5, save_every=100, eval_every=100)
+    assert again.resume()
+    assert again.step == run.step == 3
+
+
 def test_going_on_keeps_the_place_only_in_the_same_order_of_sequences(tmp_path):
     first = trainer(tmp_path / "first")  # 6 sequences, 2 a step
     for _ in range(4):

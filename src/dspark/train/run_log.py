@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dspark.core import DSparkError
 
-__all__ = ["LengthWatch", "RunLog"]
+__all__ = ["LengthWatch", "RunLog", "RunningMean"]
 
 NEAR_ONE = 1.1  # accepted length, bonus included: 1 is a drafter that is never right
 PATIENCE = 3  # evaluations in a row before a word is said
@@ -37,6 +39,17 @@ class RunLog:
                 ) from None
             self._board = SummaryWriter(str(directory / "tensorboard"))
 
+    def cut(self, step: int) -> None:
+        """Drop the records behind `step`, where the run goes on and writes them again, and torn lines."""
+        if not self.path.exists():
+            return
+        lines = self.path.read_text("utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if _step(line) <= step]
+        if len(kept) < len(lines):
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text("".join(kept), "utf-8")
+            part.replace(self.path)
+
     def write(self, record: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as log:
@@ -52,6 +65,34 @@ class RunLog:
             for tag, scalar in values.items():
                 self._board.add_scalar(tag, scalar, record["step"])
         self._board.flush()
+
+
+def _step(line: str) -> float:
+    """The step of a record; infinity where a kill has torn it."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class RunningMean:
+    """Means of the steps' records since the last evaluation. `state` goes with the resume state."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        self.state: dict[str, Any] = {"steps": 0, "sums": {}} if state is None else dict(state)
+
+    def add(self, record: Mapping[str, float]) -> None:
+        sums = self.state["sums"]
+        self.state = {
+            "steps": self.state["steps"] + 1,
+            "sums": {name: sums.get(name, 0.0) + value for name, value in record.items()},
+        }
+
+    def take(self) -> dict[str, float]:
+        """The means of one step or more; from here on those of the next ones."""
+        steps, sums = self.state["steps"], self.state["sums"]
+        self.state = {"steps": 0, "sums": {}}
+        return {name: total / steps for name, total in sums.items()}
 
 
 class LengthWatch:
