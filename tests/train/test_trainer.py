@@ -389,18 +389,24 @@ def test_mtp_trains_the_first_slot_and_evaluates_the_chain(tmp_path):
     assert len(run.evaluate()["overlap"]) == 4
 
 
-def test_a_useless_drafter_is_told_once(tmp_path, caplog):
-    useless = {"tau_greedy": 1.01, "tau_sampled": 1.02}
+def watched(lengths, blocks=20_000):
+    """A watch that saw evaluations of these lengths, greedy and sampled, with so many blocks between them."""
     watch = LengthWatch()
-    for step in range(5):
-        watch.see({"step": step, **useless})
+    for i, (greedy, sampled) in enumerate(lengths, 1):
+        watch.see({"step": i, "blocks": i * blocks, "tau_greedy": greedy, "tau_sampled": sampled})
+
+
+@pytest.mark.parametrize("useless", [(1.01, 1.02), (1.0, 1.25), (1.5, 1.05)])
+def test_a_useless_drafter_is_told_once(caplog, useless):
+    watched([useless] * 5)
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "still 1.02 at step 2" in caplog.text
+    assert "still {:.2f} greedy, {:.2f} sampled at step 2".format(*useless) in caplog.text
     assert "taps" in caplog.text
-    caplog.clear()
-    watch = LengthWatch()
-    for step in range(6):
-        watch.see({"step": step, **(useless if step % 3 else {"tau_greedy": 1.5, "tau_sampled": 1.2})})
+
+
+def test_a_drafter_that_learns_or_has_hardly_begun_is_left_alone(caplog):
+    watched([(1.0, 1.0) if i % 2 else (1.5, 1.2) for i in range(6)])
+    watched([(1.0, 1.0)] * 19, blocks=1_000)
     assert not caplog.records
 
 
