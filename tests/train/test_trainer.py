@@ -389,6 +389,26 @@ def test_mtp_trains_the_first_slot_and_evaluates_the_chain(tmp_path):
     assert len(run.evaluate()["overlap"]) == 4
 
 
+@pytest.mark.parametrize("method", ["dspark", "mtp"])
+def test_losses_are_those_of_features_computed_on_the_fly(tmp_path, method):
+    """Over two epochs: what is kept is used again in the second."""
+
+    def losses(features):
+        run = trainer(tmp_path / features, method=method, features=features)
+        computed, compute = [], run.features.compute
+        run.features.compute = lambda *args: (computed.append(1), compute(*args))[1]
+        first = [run.train_step()["loss"] for _ in range(3)]
+        run.save()  # writes those on disk
+        return first + [run.train_step()["loss"] for _ in range(3)], len(computed)
+
+    expected, often = losses("compute")
+    assert len(set(expected)) == 6
+    for features in ("memory", "disk"):
+        found, seldom = losses(features)
+        assert found == expected
+        assert seldom < often
+
+
 def watched(lengths, blocks=20_000):
     """A watch that saw evaluations of these lengths, greedy and sampled, with so many blocks between them."""
     watch = LengthWatch()
