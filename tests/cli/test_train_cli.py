@@ -109,6 +109,16 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert message in err
 
 
+def test_missing_states_are_looked_for_before_anything_is_read(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark.train.setup.build_trainer", lambda *_: pytest.fail("read for nothing"))
+    assert main(["train", str(config), "--average", str(tmp_path / "none.pt")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: no resume state at {tmp_path / 'none.pt'}: name state.pt files of this run\n"
+    )
+
+
 def test_durations_are_rounded_for_people() -> None:
     assert [duration(s) for s in (0.4, 59.4, 59.6, 3599, 7500)] == [
         "0 s",

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from dspark.cli.terminal import write_json
     from dspark.train.config import TrainConfig
     from dspark.train.distributed import join_processes
-    from dspark.train.export import average_states, export_drafter
+    from dspark.train.export import average_states, check_states, export_drafter
     from dspark.train.setup import build_trainer
 
     started = time.perf_counter()
@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     check_directory(config.output)
     if config.feature_dir:
         check_directory(config.feature_dir)
+    if args.average:
+        check_states(args.average)
     processes = join_processes(config.device)
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     trainer = build_trainer(config, say if processes.is_first else lambda message: None, processes)
