@@ -201,7 +201,7 @@ class Trainer:
         return forecast.measures()
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Train to `config.steps`, saving as it goes; the first process yields a log record per evaluation.
+        """Train to `config.steps` or until `stop_requested`, saving as it goes; the first process yields log records.
 
         Raises:
             DSparkError: another process resumed at another step.
