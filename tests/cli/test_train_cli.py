@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,14 +52,35 @@ def test_train_resume_export_average(
     assert (provenance["steps"], provenance["averaged_steps"]) == (4, [])
 
 
-def test_ctrl_c_says_where_it_goes_on(
+def test_ctrl_c_saves_and_says_so(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.train_step
+
+    def pressed(trainer: Trainer) -> dict[str, float]:
+        if trainer.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return step(trainer)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Trainer, "train_step", pressed)
+    assert main(["train", str(config), "--set", "save_every=50"]) == 130
+    assert "stopped at step 2 and saved; the same command goes on" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) == before
+    monkeypatch.setattr(Trainer, "train_step", step)
+    assert main(["train", str(config), "--set", "save_every=50"]) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
+
+
+def test_a_second_ctrl_c_says_where_it_goes_on(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Trainer.train_step
 
     def interrupted(trainer: Trainer) -> dict[str, float]:
         if trainer.step == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return step(trainer)
 
     monkeypatch.setattr(Trainer, "train_step", interrupted)
@@ -85,6 +107,16 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert err.startswith("error: ")
         assert err.count("\n") == 1
         assert message in err
+
+
+def test_missing_states_are_looked_for_before_anything_is_read(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark.train.setup.build_trainer", lambda *_: pytest.fail("read for nothing"))
+    assert main(["train", str(config), "--average", str(tmp_path / "none.pt")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: no resume state at {tmp_path / 'none.pt'}: name state.pt files of this run\n"
+    )
 
 
 def test_durations_are_rounded_for_people() -> None:

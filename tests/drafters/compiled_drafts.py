@@ -33,14 +33,17 @@ each_kind = pytest.mark.parametrize(
 )
 
 
-def quantised(method: str, head: str, draft_vocab_size: int | None) -> BlockDrafter:
+def quantised(method: str, head: str, draft_vocab_size: int | None, bias: bool = False) -> BlockDrafter:
     torch.manual_seed(3)
     target = tiny_decoder(hidden=128, dtype=torch.float32)
     config = tiny_drafter(target, method, head, block_size=5, draft_vocab_size=draft_vocab_size).model.config  # type: ignore[arg-type]
-    model = BlockDrafterModel(dataclasses.replace(config, markov_rank=32 if config.markov_rank else 0))
+    rank = 32 if config.markov_rank else 0
+    model = BlockDrafterModel(dataclasses.replace(config, markov_rank=rank, attention_bias=bias))
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):  # larger than the initial ones: heads and layers are to matter
             torch.nn.init.normal_(layer.weight, 0.0, 0.2)
+            if layer.bias is not None:
+                torch.nn.init.normal_(layer.bias, 0.0, 0.5)
     if draft_vocab_size is not None:
         model.vocab.copy_(torch.randperm(config.vocab_size)[:draft_vocab_size].sort().values)
     return BlockDrafter(model, quantised=True)

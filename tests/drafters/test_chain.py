@@ -87,7 +87,7 @@ def logits_served(drafter: ChainDrafter, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @pytest.mark.parametrize("confidence", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("method", METHODS)
 def test_serving_form_equals_training_form(method, kind, confidence, monkeypatch):
     """The training form, forced to the tokens that serving drafted, computes serving's logits."""

@@ -32,16 +32,19 @@ from dspark.testing import tiny_decoder, tiny_drafter
 pytestmark = needs_low_bit
 
 
-@pytest.fixture(params=[True, False], ids=["qk_norm", "no_qk_norm"])
+@pytest.fixture(params=[(True, False), (False, False), (False, True)], ids=["qk_norm", "plain", "bias"])
 def drafter(request: pytest.FixtureRequest) -> BlockDrafter:
     target = tiny_decoder(hidden=128, dtype=torch.float32)
     model = tiny_drafter(target).model
-    config = dataclasses.replace(model.config, qk_norm=request.param)
+    qk_norm, bias = request.param
+    config = dataclasses.replace(model.config, qk_norm=qk_norm, attention_bias=bias)
     torch.manual_seed(0)
     other = BlockDrafterModel(config)
     torch.nn.init.normal_(other.hidden_norm.weight, 1.0, 0.2)
     for layer in other.layers:
         assert isinstance(layer, DecoderLayer)
+        if bias:
+            torch.nn.init.normal_(layer.qkv_proj.bias, 0.0, 0.5)
         for norm in (layer.k_norm, layer.q_norm):
             if norm is not None:
                 torch.nn.init.normal_(norm.weight, 1.0, 0.2)
@@ -80,14 +83,14 @@ def test_a_drafter_in_full_precision_has_no_compiled_form() -> None:
     assert drafter._compiled is None
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("threads", "bias"), [(1, False), (2, False), (2, True)])
 @each_kind
 def test_blocks_in_one_call(
-    method: str, head: str, vocab: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+    method: str, head: str, vocab: int | None, threads: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dspark.kernels.program.PARALLEL_WORK", 0)
     with_floats(monkeypatch)
-    drafter, count = quantised(method, head, vocab), torch.get_num_threads()
+    drafter, count = quantised(method, head, vocab, bias), torch.get_num_threads()
     assert drafter._compiled is not None
     assert drafter._compiled.head.chained == (head == "vanilla")
     try:

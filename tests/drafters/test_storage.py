@@ -25,9 +25,10 @@ from dspark.testing.chain import tiny_chain_model
 compiled = pytest.mark.skipif(not lowbit.supports(), reason="this machine has no low-bit kernels")
 
 
-@pytest.fixture
-def target() -> Decoder:
-    return tiny_decoder(dtype=torch.float32)
+@pytest.fixture(params=["llama", "qwen2"])
+def target(request: pytest.FixtureRequest) -> Decoder:
+    """Drafters of the second have biases."""
+    return tiny_decoder(kind=request.param, dtype=torch.float32)
 
 
 def unserved(target: Decoder, head: Any = "vanilla") -> BlockDrafterModel:
@@ -44,12 +45,15 @@ def unserved(target: Decoder, head: Any = "vanilla") -> BlockDrafterModel:
 def packed(drafter: BlockDrafter) -> dict[str, torch.Tensor]:
     """Everything that the served drafter computes with."""
     found = {"context": drafter._context_kv.packed}  # type: ignore[attr-defined]
+    if drafter.model.config.attention_bias:
+        found["context.bias"] = drafter._context_kv.bias  # type: ignore[attr-defined]
     for name, module in drafter.model.named_modules():
         if isinstance(module, LowBitLinear):
             found[name] = module.packed
             if module.bias is not None:
                 found[f"{name}.bias"] = module.bias
-    found.pop("context_projection", None)
+    for name in ("context_projection", "context_projection.bias"):
+        found.pop(name, None)
     return found | dict(drafter.model.state_dict())
 
 

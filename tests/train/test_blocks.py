@@ -42,9 +42,12 @@ def serve_form(target, drafter, tokens, anchor):
     return ProposeBatch([request], np.array([drafter.max_draft]), SamplingRows.of([request]), tables, [None])
 
 
-@pytest.mark.parametrize(("method", "head"), VARIANTS)
-def test_training_form_equals_serving_form(method, head):
-    target = tiny_decoder()
+@pytest.mark.parametrize(
+    ("kind", "method", "head"),
+    [*(("llama", *variant) for variant in VARIANTS), ("qwen2", "dspark", "vanilla")],
+)
+def test_training_form_equals_serving_form(kind, method, head):
+    target = tiny_decoder(kind=kind)
     drafter = tiny_drafter(target, method, head, block_size=4, draft_vocab_size=40)
     anchors = [torch.tensor([12, 19]), torch.tensor([9])]
     sequences = [Sequence(TOKENS, 8), Sequence(TOKENS[:16], 6)]

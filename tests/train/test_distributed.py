@@ -18,7 +18,7 @@ from dspark.train.data import Sequence
 from dspark.train.distributed import Processes, join_processes
 from dspark.train.features import FeatureSource
 
-METHODS = ("dspark", "dflash", "eagle3")
+METHODS = ("dspark", "dflash", "eagle3", "mtp")
 COUNT = 2
 CPU = torch.device("cpu")
 

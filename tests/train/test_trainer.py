@@ -82,6 +82,46 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, method):
     assert [r["step"] for r in log] == [2, 4, 6]
 
 
+def test_the_log_of_a_resumed_run_is_that_of_the_uninterrupted_one(tmp_path):
+    changes = {"steps": 11, "eval_every": 5, "save_every": 2}
+
+    def log(name):
+        records = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in record.items() if k != "blocks_per_s"} for record in records]
+
+    list(trainer(tmp_path / "whole", **changes).run())
+    killed = trainer(tmp_path / "cut", **changes)
+    running = killed.run()
+    assert next(running)["step"] == 5  # the next save would have been at step 6
+    running.close()
+    with (tmp_path / "cut" / "log.jsonl").open("a") as file:
+        file.write('{"step": 3, "bl')
+    resumed = trainer(tmp_path / "cut", **changes)
+    assert resumed.resume()
+    assert resumed.step == 4
+    assert len((tmp_path / "cut" / "log.jsonl").read_text().splitlines()) == 2, "a look changes nothing"
+    list(resumed.run())
+    assert [record["step"] for record in log("whole")] == [5, 10, 11]
+    assert log("cut") == log("whole")
+    list(trainer(tmp_path / "cut", **changes).run())  # no state was read: from the start
+    assert log("cut") == log("whole")
+
+
+def test_a_run_that_is_asked_to_stop_saves_behind_the_step(tmp_path):
+    run = trainer(tmp_path, steps=5, save_every=100, eval_every=100)
+    step = run.train_step
+
+    def asked():
+        run.stop_requested = run.step == 2
+        return step()
+
+    run.train_step = asked
+    assert not list(run.run())
+    again = trainer(tmp_path, steps=5, save_every=100, eval_every=100)
+    assert again.resume()
+    assert again.step == run.step == 3
+
+
 def test_going_on_keeps_the_place_only_in_the_same_order_of_sequences(tmp_path):
     first = trainer(tmp_path / "first")  # 6 sequences, 2 a step
     for _ in range(4):
@@ -349,18 +389,44 @@ def test_mtp_trains_the_first_slot_and_evaluates_the_chain(tmp_path):
     assert len(run.evaluate()["overlap"]) == 4
 
 
-def test_a_useless_drafter_is_told_once(tmp_path, caplog):
-    useless = {"tau_greedy": 1.01, "tau_sampled": 1.02}
+@pytest.mark.parametrize("method", ["dspark", "mtp"])
+def test_losses_are_those_of_features_computed_on_the_fly(tmp_path, method):
+    """Over two epochs: what is kept is used again in the second."""
+
+    def losses(features):
+        run = trainer(tmp_path / features, method=method, features=features)
+        computed, compute = [], run.features.compute
+        run.features.compute = lambda *args: (computed.append(1), compute(*args))[1]
+        first = [run.train_step()["loss"] for _ in range(3)]
+        run.save()  # writes those on disk
+        return first + [run.train_step()["loss"] for _ in range(3)], len(computed)
+
+    expected, often = losses("compute")
+    assert len(set(expected)) == 6
+    for features in ("memory", "disk"):
+        found, seldom = losses(features)
+        assert found == expected
+        assert seldom < often
+
+
+def watched(lengths, blocks=20_000):
+    """A watch that saw evaluations of these lengths, greedy and sampled, with so many blocks between them."""
     watch = LengthWatch()
-    for step in range(5):
-        watch.see({"step": step, **useless})
+    for i, (greedy, sampled) in enumerate(lengths, 1):
+        watch.see({"step": i, "blocks": i * blocks, "tau_greedy": greedy, "tau_sampled": sampled})
+
+
+@pytest.mark.parametrize("useless", [(1.01, 1.02), (1.0, 1.25), (1.5, 1.05)])
+def test_a_useless_drafter_is_told_once(caplog, useless):
+    watched([useless] * 5)
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "still 1.02 at step 2" in caplog.text
+    assert "still {:.2f} greedy, {:.2f} sampled at step 2".format(*useless) in caplog.text
     assert "taps" in caplog.text
-    caplog.clear()
-    watch = LengthWatch()
-    for step in range(6):
-        watch.see({"step": step, **(useless if step % 3 else {"tau_greedy": 1.5, "tau_sampled": 1.2})})
+
+
+def test_a_drafter_that_learns_or_has_hardly_begun_is_left_alone(caplog):
+    watched([(1.0, 1.0) if i % 2 else (1.5, 1.2) for i in range(6)])
+    watched([(1.0, 1.0)] * 19, blocks=1_000)
     assert not caplog.records
 
 

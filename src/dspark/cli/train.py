@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dspark.cli.destination import check_directory
@@ -51,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from dspark.cli.terminal import write_json
     from dspark.train.config import TrainConfig
     from dspark.train.distributed import join_processes
-    from dspark.train.export import average_states, export_drafter
+    from dspark.train.export import average_states, check_states, export_drafter
     from dspark.train.setup import build_trainer
 
     started = time.perf_counter()
@@ -59,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     check_directory(config.output)
     if config.feature_dir:
         check_directory(config.feature_dir)
+    if args.average:
+        check_states(args.average)
     processes = join_processes(config.device)
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     trainer = build_trainer(config, say if processes.is_first else lambda message: None, processes)
@@ -70,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             if processes.is_first:
                 print(_stopped(trainer), file=sys.stderr)
+            return 130
+        if trainer.step < config.steps:  # as `_saved_on_interrupt` had it
+            done = f"stopped at step {trainer.step} and saved"
+            print(f"{done}; the same command goes on from {trainer.output}", file=sys.stderr)
             return 130
     processes.leave()
     if not processes.is_first:
@@ -102,7 +112,12 @@ def _train(trainer: Trainer, say: Any) -> None:
         return
     if first < steps:
         say(f"training from step {first} to {steps}, evaluating every {trainer.config.eval_every} steps")
-    with StatusLine(lambda: f"step {trainer.step} of {steps}, {trainer.blocks} blocks, {left()}"):
+
+    def now() -> str:
+        then = "stopping behind this step" if trainer.stop_requested else left()
+        return f"step {trainer.step} of {steps}, {trainer.blocks} blocks, {then}"
+
+    with _saved_on_interrupt(trainer), StatusLine(now):
         for record in trainer.run():
             slots = " ".join(f"{overlap:.2f}" for overlap in record["overlap"])
             say(
@@ -110,6 +125,30 @@ def _train(trainer: Trainer, say: Any) -> None:
                 f"loss {record['loss']:.3f}, accepted length {record['tau_greedy']:.3f} greedy "
                 f"{record['tau_sampled']:.3f} sampled, overlap by slot {slots}, {left()}"
             )
+
+
+@contextmanager
+def _saved_on_interrupt(trainer: Trainer) -> Iterator[None]:
+    """Ctrl-C lets the step end and saves it; a second one leaves at once.
+
+    Not with several processes, which would have to stop behind the same step: there the last state has to do.
+    """
+    if trainer.processes.count > 1:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if trainer.stop_requested:
+            raise KeyboardInterrupt
+        trainer.stop_requested = (
+            True  # no message from here: the signal may come in the middle of another one
+        )
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _stopped(trainer: Trainer) -> str:

@@ -55,10 +55,6 @@ class AutoregressiveModel(DrafterModel):
     ) -> Tensor:
         """Rows through the layer: the state [N, H] that is the next row's feature. Predictions: `norm(state)`."""
 
-    def kv_weight(self) -> Tensor:
-        """The part of the projection that makes keys and values: [2 * kvh * d, in]."""
-        return self.layer.qkv_proj.weight[self.layer.heads * self.layer.head_dim :]
-
     def split_kv(self, kv: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Projected [N, 2 * kvh * d] -> rotated k, v [N, kvh, d]."""
         k, v = kv.unflatten(-1, (2, self.layer.kv_heads, self.layer.head_dim)).unbind(1)
@@ -69,4 +65,5 @@ class AutoregressiveModel(DrafterModel):
         self, token_ids: Tensor, feature: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values of rows whose features are known: [N], [N, H] -> k, v [N, kvh, d]."""
-        return self.split_kv(nn.functional.linear(self.kv_rows(token_ids, feature), self.kv_weight()), rotary)
+        rows = self.kv_rows(token_ids, feature)
+        return self.split_kv(nn.functional.linear(rows, *self.layer.kv_parts()), rotary)

@@ -46,8 +46,7 @@ class BlockDrafterModel(DrafterModel):
     def context_kv(self, layer: int, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Context keys (rotated) and values of one draft layer (eq. 3): H_ctx [N, H] -> k, v [N, kvh, d]."""
         block: DecoderLayer = self.layers[layer]  # type: ignore[assignment]
-        weight = block.qkv_proj.weight[block.heads * block.head_dim :]
-        return self.split_kv(layer, F.linear(context, weight), rotary)
+        return self.split_kv(layer, F.linear(context, *block.kv_parts()), rotary)
 
     def split_kv(self, layer: int, kv: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Projected [N, 2 * kvh * d] -> rotated k, v [N, kvh, d]."""

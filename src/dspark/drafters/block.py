@@ -17,7 +17,7 @@ from dspark.drafters.deferred import DeferredRows
 from dspark.drafters.heads import MarkovHead
 from dspark.drafters.quantise import can_quantise, quantise
 from dspark.drafters.slots import SlotSampler
-from dspark.drafters.storage import context_weight
+from dspark.drafters.storage import context_bias, context_weight
 from dspark.kernels.attention import AttentionPlan, is_fast, paged_attention, store_kv
 from dspark.kernels.draft import BlockRows, CompiledDraft, ContextRows, ContextWeights
 from dspark.kernels.linear import pack_linear, pack_linears
@@ -55,11 +55,11 @@ class BlockDrafter:
             quantise(model)
         elif quantised and can_quantise(projection := context_weight(model)):
             self._context_kv = LowBitLinear(
-                QuantizedWeight.from_float(projection), integer=supports_integers()
+                QuantizedWeight.from_float(projection), context_bias(model), supports_integers()
             )
             quantise(model)
         else:
-            self._context_kv = pack_linear(context_weight(model))
+            self._context_kv = pack_linear(context_weight(model), context_bias(model))
         pack_linears(model)
         identity = torch.equal(model.vocab, torch.arange(config.vocab_size, device=model.vocab.device))
         self.vocab = None if identity else model.vocab

@@ -39,13 +39,13 @@ class ChainDrafter:
         self.max_draft = model.config.block_size
         self.taps = model.config.taps
         self.kv_specs = model.config.layer_config.kv_specs
-        weight = model.kv_weight()
+        weight, bias = model.layer.kv_parts()
         self._project: Callable[[Tensor], Tensor]
         if quantised and can_quantise(weight):
-            self._project = LowBitLinear(QuantizedWeight.from_float(weight), integer=supports_integers())
+            self._project = LowBitLinear(QuantizedWeight.from_float(weight), bias, supports_integers())
             quantise(model)
         else:
-            self._project = pack_linear(weight)
+            self._project = pack_linear(weight, bias)
         pack_linears(model)
         identity = torch.equal(model.vocab, torch.arange(model.config.vocab_size, device=self._device))
         self.vocab = None if identity else model.vocab

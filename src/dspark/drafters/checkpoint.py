@@ -20,13 +20,22 @@ from torch.overrides import TorchFunctionMode
 
 from dspark import __version__
 from dspark.core import DSparkError
+from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.deepspec import is_deepspec, read_deepspec_config, rename_deepspec_weights
 from dspark.drafters.methods import AUTOREGRESSIVE
 from dspark.drafters.model import DrafterModel
 from dspark.drafters.models import build_model
 from dspark.drafters.quantise import serves_blocks
-from dspark.drafters.storage import CONTEXT, STORAGES, decode_rows, encode, float_weights, take_blocks
+from dspark.drafters.storage import (
+    CONTEXT,
+    STORAGES,
+    context_bias,
+    decode_rows,
+    encode,
+    float_weights,
+    take_blocks,
+)
 from dspark.kernels.lowbit import (
     LowBitEmbedding,
     LowBitLinear,
@@ -223,7 +232,10 @@ def _lay_out(model: DrafterModel, blocks: Mapping[str, QuantizedWeight]) -> None
             assert isinstance(layer, nn.Linear)
             model.set_submodule(name, LowBitLinear(block, layer.bias, supports_integers(), memory))
     if CONTEXT in blocks:
-        model.context_projection = LowBitLinear(blocks[CONTEXT], None, supports_integers(), memory)
+        assert isinstance(model, BlockDrafterModel)
+        model.context_projection = LowBitLinear(
+            blocks[CONTEXT], context_bias(model), supports_integers(), memory
+        )
 
 
 def _check_target(config: DrafterConfig, target: Target, directory: Path) -> None:

@@ -42,6 +42,7 @@ class DrafterConfig:
     max_context: int
     qk_norm: bool
     vocab_size: int
+    attention_bias: bool = False  # on q, k, v
     mask_token_id: int | None = None
     taps: tuple[int, ...]
     markov_rank: int = 0
@@ -136,4 +137,5 @@ class DrafterConfig:
             max_context=self.max_context,
             tie_embeddings=True,
             qk_norm=self.qk_norm,
+            attention_bias=self.attention_bias,
         )

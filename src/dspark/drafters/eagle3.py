@@ -19,7 +19,8 @@ class Eagle3Layer(DecoderLayer):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.qkv_proj = nn.Linear(2 * config.hidden_size, self.qkv_proj.out_features, bias=False)
+        size, bias = self.qkv_proj.out_features, config.attention_bias
+        self.qkv_proj = nn.Linear(2 * config.hidden_size, size, bias)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def join(self, embedding: Tensor, feature: Tensor) -> Tensor:

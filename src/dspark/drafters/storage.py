@@ -28,6 +28,7 @@ __all__ = [
     "CONTEXT",
     "SHARED",
     "STORAGES",
+    "context_bias",
     "context_weight",
     "decode_rows",
     "encode",
@@ -79,7 +80,15 @@ def encode(model: DrafterModel, storage: str) -> dict[str, Tensor]:
 def context_weight(model: BlockDrafterModel) -> Tensor:
     """What projects context to the keys and values of all layers: [layers * 2 * kvh * d, H]."""
     layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
-    return torch.cat([layer.qkv_proj.weight[layer.heads * layer.head_dim :] for layer in layers])
+    return torch.cat([layer.kv_parts()[0] for layer in layers])
+
+
+def context_bias(model: BlockDrafterModel) -> Tensor | None:
+    """What `context_weight` goes with, [layers * 2 * kvh * d]; also where the layers are in few bits."""
+    if not model.config.attention_bias:
+        return None
+    layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+    return torch.cat([layer.qkv_proj.bias[layer.heads * layer.head_dim :] for layer in layers])
 
 
 def take_blocks(model: DrafterModel, tensors: dict[str, Tensor], path: Path) -> dict[str, QuantizedWeight]:

@@ -90,7 +90,8 @@ class CompiledDraft:
         """Whether all products are packed, of the layers' kind, and all rows fill whole vectors."""
         products = [context.fc, context.kv, head.lm_head, *([] if head.w2 is None else [head.w2])]
         integer = layers.layers[0].qkv.integer
-        fits = all(p.packed is not None and p.bias is None and p.integer == integer for p in products)
+        fits = all(p.packed is not None and p.integer == integer for p in products)
+        fits = fits and all(p.bias is None for p in products if p is not context.kv)
         sizes = [len(context.norm), head.lm_head.out_features, 0 if head.w1 is None else head.w1.shape[1]]
         floats = context.norm.dtype == torch.float32 and (head.w1 is None or head.w1.dtype == torch.float32)
         return fits and floats and all(size % LANES == 0 for size in sizes)
@@ -183,7 +184,10 @@ class _Bound:
         heads = Rotation(0, rotation.kv_heads, rotation.head_dim, rotation.cos, rotation.sin)
         for i, k_norm in enumerate(weights.k_norms):
             column = i * 2 * heads.kv_heads * heads.head_dim
-            steps.append(rotate(kv, column, heads, keys[i], values[i], norms=(None, k_norm), eps=eps))
+            bias = None if weights.kv.bias is None else weights.kv.bias[column:]
+            steps.append(
+                rotate(kv, column, heads, keys[i], values[i], bias=bias, norms=(None, k_norm), eps=eps)
+            )
         self._keep_context = (taps, context, floats, fused, kv)
         return steps
 

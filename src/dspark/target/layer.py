@@ -48,6 +48,11 @@ class DecoderLayer(nn.Module):
         gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
         return x + self.down_proj(F.silu(gate) * up)
 
+    def kv_parts(self) -> tuple[Tensor, Tensor | None]:
+        """What makes keys and values of normed rows: weight [2 * kvh * d, in] and bias [2 * kvh * d] or None."""
+        first, bias = self.heads * self.head_dim, self.qkv_proj.bias
+        return self.qkv_proj.weight[first:], None if bias is None else bias[first:]
+
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q [N, h, d], rotated k and plain v [N, kvh, d] of normed rows [N, hidden]."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))

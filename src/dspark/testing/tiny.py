@@ -130,6 +130,7 @@ def drafter_shape(target: Decoder) -> dict[str, Any]:
         "rope_theta": 10000.0,
         "max_context": target.max_context,
         "vocab_size": target.vocab_size,
+        "attention_bias": target.config.attention_bias,
         "target_identity": target.identity,
     }
 

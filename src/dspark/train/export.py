@@ -15,7 +15,7 @@ from dspark.drafters.backbone import BlockDrafterModel
 from dspark.drafters.checkpoint import save_drafter_model
 from dspark.train.trainer import Trainer
 
-__all__ = ["Exported", "average_states", "export_drafter"]
+__all__ = ["Exported", "average_states", "check_states", "export_drafter"]
 
 Exported = tuple[Path, dict[str, Any]]
 
@@ -47,13 +47,22 @@ def export_drafter(trainer: Trainer, directory: Path | None = None) -> Exported:
     return directory, provenance
 
 
+def check_states(paths: Sequence[Path]) -> None:
+    """Refuse paths without a resume state, before anything large is read.
+
+    Raises:
+        DSparkError: there is no such file.
+    """
+    for path in paths:
+        if not path.is_file():
+            raise DSparkError(f"no resume state at {path}: name state.pt files of this run")
+
+
 def average_states(trainer: Trainer, paths: Sequence[Path]) -> None:
     """Give the trainer the mean of the weights in several resume states.
 
     Raises:
         DSparkError: a state is missing or belongs to another drafter.
     """
-    for path in paths:
-        if not path.is_file():
-            raise DSparkError(f"no resume state at {path}: name state.pt files of this run")
+    check_states(paths)
     trainer.average(paths)

@@ -76,6 +76,7 @@ def drafter_config(
         rope_theta=shape.rope_theta,
         max_context=shape.max_context,
         qk_norm=shape.qk_norm,
+        attention_bias=shape.attention_bias,
         vocab_size=shape.vocab_size,
         mask_token_id=mask_token_id if method.mask_token else None,
         taps=method.taps(shape.num_layers) if config.taps is None else config.taps,

@@ -24,7 +24,7 @@ from dspark.train.distributed import Processes
 from dspark.train.features import FeatureSource
 from dspark.train.forecast import Forecast
 from dspark.train.losses import BlockLoss, LossWeights, block_loss, slot_weights
-from dspark.train.run_log import LengthWatch, RunLog
+from dspark.train.run_log import LengthWatch, RunLog, RunningMean
 from dspark.train.states import (
     HEAD,
     load_moments,
@@ -93,6 +93,8 @@ class Trainer:
         self.step, self.blocks = 0, 0
         self.steps_before = 0  # of runs on the same sequences that this one goes on from
         self.averaged_steps: list[int] = []
+        self.running = RunningMean()
+        self.stop_requested = False  # `run` then saves behind the step that it is in, and ends
         self.output = Path(config.output)
         self.log = RunLog(self.output, config.tensorboard and self.processes.is_first)
 
@@ -199,30 +201,34 @@ class Trainer:
         return forecast.measures()
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Train to `config.steps`, saving as it goes; the first process yields a log record per evaluation.
+        """Train to `config.steps` or until `stop_requested`, saving as it goes; the first process yields log records.
 
         Raises:
             DSparkError: another process resumed at another step.
         """
         self._synchronize()
+        if self.processes.is_first:
+            self.log.cut(self.step)
         started, blocks = time.perf_counter(), self.blocks
-        losses: list[dict[str, float]] = []
         watch = LengthWatch()
         while self.step < self.config.steps:
-            losses.append(self.train_step())
+            self.running.add(self.train_step())
             last = self.step == self.config.steps
             if self.step % self.config.eval_every == 0 or last:
+                mean = self.running.take()
                 if self.processes.is_first:
                     rate = (self.blocks - blocks) / (time.perf_counter() - started)
-                    mean = {k: sum(r[k] for r in losses) / len(losses) for k in losses[0]}
                     progress = {"step": self.step, "blocks": self.blocks, "blocks_per_s": rate}
                     record = {**progress, **mean, **self.evaluate()}
                     self.log.write(record)
                     watch.see(record)
                     yield record
-                started, blocks, losses = time.perf_counter(), self.blocks, []
-            if self.step % self.config.save_every == 0 or last:
+                started, blocks = time.perf_counter(), self.blocks
+            stopping = self.stop_requested  # which may be set at any time: read once
+            if self.step % self.config.save_every == 0 or last or stopping:
                 self.save()
+            if stopping:
+                break
         self.processes.wait()
 
     def _synchronize(self) -> None:
@@ -264,6 +270,7 @@ class Trainer:
             "steps_before": self.steps_before,
             "order": self.order,
             "blocks": self.blocks,
+            "running": self.running.state,
         }
         write_state(self.output / "state.pt", state)
 
@@ -286,6 +293,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.blocks = state["step"], state["blocks"]
         self.steps_before = state.get("steps_before", 0)
+        self.running = RunningMean(state.get("running"))
         return True
 
 
