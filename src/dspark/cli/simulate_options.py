@@ -96,7 +96,7 @@ def _add_engine_options(group: Any) -> None:
         "calibration",
         str,
         "PATH",
-        "policies know its mean acceptance at the start, as the engine's do",
+        "applied to recorded logits; policies know its mean acceptance at the start, as the engine's do",
     )
     _option(group, "gamma", int, "N", "drafts of a block; default: as measured")
     _option(group, "confidence-noise", float, "SD", "of logits")

@@ -107,6 +107,7 @@ def run_hindsight(args: argparse.Namespace, setup: Setup) -> int:
         seed=args.seed,
         overhead_s=1e-3 * args.overhead_ms,
         greedy=args.greedy,
+        calibration=setup.calibration,
     )
     results = {"hindsight": {name: comparison.as_dict() for name, comparison in found.items()}}
     parts = [

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dspark.simulate.capacity import Capacity, ServiceTarget
-from dspark.simulate.hindsight import Comparison
+from dspark.simulate.hindsight import RAW, Comparison
 from dspark.simulate.intervals import Interval
 from dspark.simulate.metrics import METRICS
 from dspark.simulate.sweep import Cell, paired_ratio, speed_at_throughput, throughput_at_speed
@@ -137,7 +137,7 @@ def hindsight_markdown(comparison: Comparison, title: str) -> str:
         for name in names
     ]
     note = "In brackets: against the best of both at that load. all: geometric means over plain decoding."
-    verified = _verified_markdown(comparison, names[-1])
+    verified = _verified_markdown(comparison, names[-1].removesuffix(RAW))
     return f"{title}\n\n{_table(head, rows)}\n\n{note}\n\n- " + "\n- ".join(verdicts) + f"\n\n{verified}\n"
 
 
