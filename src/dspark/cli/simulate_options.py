@@ -32,7 +32,7 @@ _SERVING = (
 )  # fmt: skip
 # What prices that are fitted to recorded steps do without.
 _SIMULATED = (
-    *_SERVING, "policies", "greedy", "machine", "policy_costs", "acceptance", "calibration", "gamma",
+    *_SERVING, "policies", "greedy", "policy_costs", "acceptance", "calibration", "gamma",
     "confidence_noise", "confidence_scale", "no_confidence", "overhead_ms", "seed",
 )  # fmt: skip
 
@@ -86,7 +86,13 @@ def _add_traffic_options(group: Any) -> None:
 
 
 def _add_engine_options(group: Any) -> None:
-    _option(group, "machine", str, "NAME|PATH", "gpu-27b, cpu-135m or a cost file")
+    _option(
+        group,
+        "machine",
+        str,
+        "NAME|PATH",
+        "gpu-27b, cpu-135m or a cost file; with --validate: prices that were measured before",
+    )
     _option(
         group, "policy-costs", str, "NAME|PATH", "prices that policies believe in; default: the machine's"
     )
