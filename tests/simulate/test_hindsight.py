@@ -13,7 +13,8 @@ from dspark.cli import main
 from dspark.errors import DSparkError
 from dspark.schedule.cost import DraftCost, TableCost
 from dspark.simulate.acceptance import Domain, SyntheticAcceptance
-from dspark.simulate.hindsight import RAW, Comparison, compare, replay_file, streams
+from dspark.simulate.figures import write_hindsight_figures
+from dspark.simulate.hindsight import RAW, Comparison, Hindsight, compare, replay_file, streams
 from dspark.simulate.machines import read_cost
 from dspark.simulate.policies import policy_factory
 from dspark.simulate.report import hindsight_markdown
@@ -224,6 +225,27 @@ def test_a_calibration_that_does_not_fit_the_rounds_is_refused(tmp_path):
     )
     with pytest.raises(DSparkError, match="fitted to another drafter"):
         read_rounds(path, calibration=replace(mine, drafter_identity="E"))
+
+
+def test_figures_show_every_policy_and_arm_over_the_best_arm(capsys, tmp_path):
+    path = record(tmp_path / "r.npz", rounds_of(INFORMATIVE, answers=10))
+    run = ["simulate", "--hindsight", "--concurrency", "1,4", "--rounds", "500", "--policies", "prefix"]
+    assert main([*run, "--acceptance", str(path), "--figures", str(tmp_path / "f"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["figures"] == [str(tmp_path / "f" / "hindsight.svg")]
+    drawn = (tmp_path / "f" / "hindsight.svg").read_text()
+    for name in ("prefix", "plain", f"fixed:{GAMMA}", "threshold:0.9", "users"):
+        assert f"<!-- {name} -->" in drawn
+    loads = (
+        Hindsight(1, {"plain": 10.0, "fixed:1": 20.0}, {"prefix": 18.0}, {"prefix": {}}),
+        Hindsight(4, {"plain": 40.0, "fixed:1": 32.0}, {"prefix": 42.0}, {"prefix": {}}),
+    )
+    assert Comparison(loads).over_best() == {
+        "prefix": [0.9, 1.05], "plain": [0.5, 1.0], "fixed:1": [1.0, 0.8],
+    }  # fmt: skip
+    two = {"temperature 0": Comparison(loads), "temperature 1": Comparison(loads)}
+    names = [path.name for path in write_hindsight_figures(two, tmp_path)]
+    assert names == ["hindsight-temperature-0.svg", "hindsight-temperature-1.svg"]
 
 
 def test_rounds_without_confidences_and_runs_that_are_too_short_are_refused():

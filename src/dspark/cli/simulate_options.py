@@ -132,7 +132,9 @@ def _add_output_options(group: Any) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     _option(group, "csv", str, "PATH", "write every metric of every cell there")
     _option(group, "markdown", str, "PATH", "write the report there")
-    _option(group, "figures", str, "DIR", "draw the frontier and the budget (needs matplotlib)")
+    _option(
+        group, "figures", str, "DIR", "draw the frontier and the budget, or --hindsight (needs matplotlib)"
+    )
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -175,7 +177,8 @@ def _uses(args: argparse.Namespace) -> list[tuple[tuple[str, ...], bool, str]]:
             not recorded_prices,
             "if --validate also gets --concurrency, the users of the recorded run",
         ),
-        (("csv", "figures"), not other, "for a sweep, without --capacity, --validate and --hindsight"),
+        (("csv",), not other, "for a sweep, without --capacity, --validate and --hindsight"),
+        (("figures",), not other or args.hindsight, "for a sweep or --hindsight"),
         (("ttft", "share", "most"), args.capacity is not None, "with --capacity"),
         (("rounds",), args.hindsight, "with --hindsight"),
         (("tolerance",), args.validate is not None, "with --validate"),

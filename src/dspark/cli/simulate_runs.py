@@ -139,7 +139,11 @@ def run_hindsight(args: argparse.Namespace, setup: Setup) -> int:
         greedy=args.greedy,
         calibration=setup.calibration,
     )
-    results = {"hindsight": {name: comparison.as_dict() for name, comparison in found.items()}}
+    results: dict[str, Any] = {
+        "hindsight": {name: comparison.as_dict() for name, comparison in found.items()}
+    }
+    if args.figures is not None:
+        results["figures"] = [str(path) for path in write_hindsight_figures(found, args.figures)]
     parts = [
         hindsight_markdown(comparison, f"{name[0].upper()}{name[1:]}") for name, comparison in found.items()
     ]

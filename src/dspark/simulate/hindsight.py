@@ -91,6 +91,13 @@ class Comparison:
         """Names of all thresholds, or of all fixed lengths, 0 (plain) included."""
         return tuple(n for n in self.loads[0].arms if n.startswith("threshold") == (kind == "threshold"))
 
+    def over_best(self) -> dict[str, list[float]]:
+        """By policy and arm: tokens/s at each load over the best arm's there. An arm named as a policy is left out."""
+        names = (*self.loads[0].policies, *self.loads[0].arms)
+        speeds = [{**load.arms, **load.policies} for load in self.loads]
+        best = [load.arms[load.best] for load in self.loads]
+        return {name: [s[name] / b for s, b in zip(speeds, best, strict=True)] for name in names}
+
     def worst(self, policy: str) -> float:
         """Largest distance to the best arm of a load."""
         return max(load.distance(policy) for load in self.loads)
