@@ -69,6 +69,21 @@ def test_capacity(capsys):
     assert (found["load"], found["fails_at"]) == (3, 4)
 
 
+def test_a_capacity_that_is_not_settled_says_what_to_do(capsys):
+    """Around 10 tokens/s with a speed that depends on the seed: two short runs cannot tell."""
+    args = ("--capacity", "42", "--policies", "plain", "--most", "4", "--machine", "cpu-135m", "--prompt-tokens",
+            "lognormal:500:1")  # fmt: skip
+    code, out, _ = simulate(capsys, *args, common=(*SHORT, "--output-tokens", "30"))
+    assert code == 0
+    assert "| plain | unknown | 1 (undecided) |" in out
+    assert "raise --duration or --seeds" in out
+    found = json.loads(simulate(capsys, *args, "--json", common=(*SHORT, "--output-tokens", "30"))[1])
+    assert found["capacities"][0]["undecided"] is True
+    settled = simulate(capsys, "--capacity", "4000", "--policies", "plain")[1]
+    assert "| plain | 0 | 1 (no) |" in settled
+    assert "raise --duration" not in settled
+
+
 @pytest.fixture
 def steps(tmp_path):
     """A plain run of one to four users: 20 ms a step and 1 ms a row."""

@@ -76,13 +76,17 @@ def capacity_markdown(capacities: Sequence[Capacity], target: ServiceTarget, loa
     for c in capacities:
         judged = {probe.load: probe.answer for probe in c.probes}
         fails = "-" if c.fails_at is None else f"{c.fails_at:g} ({judged[c.fails_at]})"
-        rows.append([c.policy, f"{c.load:g}", fails, str(len(c.probes))])
+        found = "unknown" if c.undecided and not c.load else f"{c.load:g}"
+        rows.append([c.policy, found, fails, str(len(c.probes))])
     wait = "" if target.ttft_s is None else f" and the first within {target.ttft_s:g} s"
     note = (
         f"Target: {target.share:.0%} of requests get {target.tokens_per_s:g} tokens/s{wait}, with "
         f"{target.confidence:.0%} confidence over {seeds} seeds. "
         "The next load probed misses it (no), or leaves it open (undecided)."
     )
+    open_ones = ", ".join(c.policy for c in capacities if c.undecided)
+    if open_ones:
+        note += f"\n\nNOTE: not settled for {open_ones}: raise --duration or --seeds to find out."
     return f"{_table(['policy', load, 'next probed', 'probes'], rows)}\n\n{note}\n"
 
 
