@@ -69,19 +69,23 @@ def prepare(llm: LLM, users: int, args: argparse.Namespace, directory: Path) -> 
     chosen = recorded.of_answers([answer.temperature == args.temperature for answer in recorded.answers])
     if not len(chosen):
         raise SystemExit(f"{args.rounds} has no rounds at temperature {args.temperature:g}: record some")
-    save_rounds(directory / "rounds.safetensors", chosen)
-    target, drafter, gamma = llm.engine.target, llm.engine.drafter, chosen.source.gamma
-    samples = measure_profile(target, drafter, gamma, users, ProfileSettings(seconds=args.profile_seconds))
-    write_cost_table(
-        Profile(fingerprint(target, drafter), tuple(samples)), directory / "profile.json", "dspark"
-    )
+    target, drafter, source = llm.engine.target, llm.engine.drafter, chosen.source
     calibration = drafter_directory(None, target.identity) / CALIBRATION_FILE
-    return Inputs(
-        gamma,
+    if calibration.is_file():  # refused now rather than behind a measurement
+        load_calibration(calibration).check_fits(
+            source.drafter_identity, source.target_identity, source.gamma
+        )
+    inputs = Inputs(
+        source.gamma,
         directory / "rounds.safetensors",
         directory / "profile.json",
         calibration if calibration.is_file() else None,
     )
+    save_rounds(inputs.rounds, chosen)
+    settings = ProfileSettings(seconds=args.profile_seconds)
+    samples = measure_profile(target, drafter, source.gamma, users, settings)
+    write_cost_table(Profile(fingerprint(target, drafter), tuple(samples)), inputs.profile, "dspark")
+    return inputs
 
 
 def prompts(llm: LLM) -> list[list[int]]:
