@@ -1,25 +1,29 @@
 """Does the simulator predict the real engine? Closed loops of both, over concurrency.
 
     python benchmarks/simulator_check.py --rounds calibration.rounds.safetensors [--concurrency 1,2,4,8,16,32]
-        [--drafts 2] [--requests 3] [--max-tokens 64] [--threads N] [--json PATH]
+        [--policies plain,fixed:2,auto] [--temperature 0] [--requests 3] [--max-tokens 64] [--profile-seconds 15]
+        [--threads N] [--json PATH]
 
-So many users send one request behind the other, to an engine without drafts and to one with a fixed number of them.
-Every step is recorded; `dspark simulate --validate` then fits prices to the records and simulates the same traffic
-with the acceptance of `--rounds` (greedy ones, from `dspark calibrate`). Prompts are cut to one length and answers
-go on to `--max-tokens`, as the simulated ones do.
+Prices are measured first, as `dspark profile` does. Then so many users send one request behind the other, to an engine
+with each policy, and every step is recorded. `dspark simulate --validate --machine` simulates the same traffic with a
+fresh policy, and with the acceptance of those of `--rounds` that `dspark calibrate` recorded at that temperature.
+Prompts are cut to one length and answers go on to `--max-tokens`, as the simulated ones do. Policies decide by the
+measured prices, in the engine and in the simulation; confidences are calibrated as those of the shipped drafter are.
 
-`prices`: error of tokens/s where prices fitted to one half of the steps predict the other half. `run`: error of the
-whole simulation.
+Errors of tokens/s, twice each: at the prices measured before, which know nothing of the run, and at prices fitted to
+its own steps. `run`: of the whole simulation. `prices`: given what each recorded step held; fitted prices come from one
+half of the steps and predict the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +31,61 @@ from typing import Any
 import torch
 
 from dspark import LLM, SamplingParams
+from dspark.calibrate.calibration import Calibration
+from dspark.calibrate.formats import CALIBRATION_FILE, load_calibration
+from dspark.calibrate.jobs import drafter_directory
+from dspark.calibrate.rounds import load_rounds, save_rounds
+from dspark.cli import main as dspark
 from dspark.data import load_prompts
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
-from dspark.schedule.policies import FixedLength
-from dspark.simulate import StepRecorder, record_closed_loop, write_steps
+from dspark.profile import Profile, ProfileSettings, fingerprint, measure_profile, write_cost_table
+from dspark.simulate import StepRecorder, machine, policy_factory, record_closed_loop, write_steps
 
 SHORTEST = 40  # prompts of fewer tokens are left out; the others are cut to the shortest of them
+TABLE = (
+    "| users | policy | measured tokens/s | simulated | run | prices | run, fitted | prices, fitted |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the engine and the simulation share. Files lie in one temporary folder."""
+
+    gamma: int
+    rounds: Path  # at the temperature of the run alone
+    profile: Path
+    calibration_file: Path | None
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return None if self.calibration_file is None else load_calibration(self.calibration_file)
+
+
+def prepare(llm: LLM, users: int, args: argparse.Namespace, directory: Path) -> Inputs:
+    """Measure prices for up to `users` users, and choose the rounds."""
+    recorded = load_rounds(args.rounds)
+    chosen = recorded.of_answers([answer.temperature == args.temperature for answer in recorded.answers])
+    if not len(chosen):
+        raise SystemExit(f"{args.rounds} has no rounds at temperature {args.temperature:g}: record some")
+    target, drafter, source = llm.engine.target, llm.engine.drafter, chosen.source
+    calibration = drafter_directory(None, target.identity) / CALIBRATION_FILE
+    if calibration.is_file():  # refused now rather than behind a measurement
+        load_calibration(calibration).check_fits(
+            source.drafter_identity, source.target_identity, source.gamma
+        )
+    inputs = Inputs(
+        source.gamma,
+        directory / "rounds.safetensors",
+        directory / "profile.json",
+        calibration if calibration.is_file() else None,
+    )
+    save_rounds(inputs.rounds, chosen)
+    settings = ProfileSettings(seconds=args.profile_seconds)
+    samples = measure_profile(target, drafter, source.gamma, users, settings)
+    write_cost_table(Profile(fingerprint(target, drafter), tuple(samples)), inputs.profile, "dspark")
+    return inputs
 
 
 def prompts(llm: LLM) -> list[list[int]]:
@@ -42,32 +94,66 @@ def prompts(llm: LLM) -> list[list[int]]:
     return [prompt[: min(map(len, ids))] for prompt in ids]
 
 
-def record(llm: LLM, users: int, drafts: int, args: argparse.Namespace, path: Path) -> None:
+def record(llm: LLM, users: int, policy: str, inputs: Inputs, args: argparse.Namespace, path: Path) -> None:
     """Steps of `users` users, to `path`."""
-    recorder = StepRecorder(FixedLength(drafts))
-    drafter = llm.engine.drafter if drafts else None
-    engine = Engine(llm.engine.target, drafter, recorder, None, EngineConfig(max_num_seqs=users))
-    params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
+    calibration = inputs.calibration
+    known = () if calibration is None else calibration.acceptance
+    make = policy_factory(policy, inputs.gamma, machine(str(inputs.profile)).cost, known)
+    recorder = StepRecorder(make())
+    engine = Engine(
+        llm.engine.target,
+        None if policy == "plain" else llm.engine.drafter,
+        recorder,
+        None,
+        EngineConfig(max_num_seqs=users),
+        calibrate=None if calibration is None else calibration.conditional,
+    )
     ids = prompts(llm)
-    count = users * args.requests + 2
-    requests: list[Callable[[], object]] = [
-        partial(engine.add, ids[i % len(ids)], params) for i in range(count)
-    ]
+    requests: list[Callable[[], object]] = []
+    for i in range(users * args.requests + 2):
+        params = SamplingParams(
+            temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=i
+        )
+        requests.append(partial(engine.add, ids[i % len(ids)], params))
     write_steps(record_closed_loop(engine, recorder, requests, users), path)
 
 
 def validate(
-    path: Path, users: int, policy: str, prompt_tokens: int, args: argparse.Namespace
+    path: Path, users: int, policy: str, prompt_tokens: int, inputs: Inputs, args: argparse.Namespace
 ) -> dict[str, Any]:
     """What `dspark simulate --validate` says of the recorded steps."""
-    command = [sys.executable, "-m", "dspark", "simulate", "--validate", str(path), "--policies", policy]
-    command += ["--concurrency", str(users), "--greedy", "--acceptance", str(args.rounds), "--json"]
+    command = [
+        "simulate",
+        "--validate",
+        str(path),
+        "--policies",
+        policy,
+        "--concurrency",
+        str(users),
+        "--json",
+    ]
+    command += ["--acceptance", str(inputs.rounds), "--machine", str(inputs.profile)]
+    if inputs.calibration_file is not None:
+        command += ["--calibration", str(inputs.calibration_file)]
+    if args.temperature == 0:
+        command.append("--greedy")
     command += ["--prompt-tokens", str(prompt_tokens), "--output-tokens", str(args.max_tokens)]
-    command += ["--duration", "60", "--warmup", "5", "--seeds", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not done.stdout:
-        raise SystemExit(f"dspark simulate failed: {done.stderr.strip()}")
-    return dict(json.loads(done.stdout))
+    command += ["--duration", "20", "--warmup", "2", "--seeds", "2"]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = dspark(command)
+    if code not in (0, 1):  # 1: further off than the tolerance, which the report says too
+        raise SystemExit(code)
+    return dict(json.loads(out.getvalue()))
+
+
+def row(users: int, policy: str, report: dict[str, Any]) -> str:
+    """A line of the table."""
+    before = report["beforehand"]
+    [run], [fitted] = before["runs"].values(), report["runs"].values()
+    speeds = f"{run['measured_tokens_per_s']:.1f} | {run['simulated_tokens_per_s']['mean']:.1f}"
+    errors = (run["error"], before["prices"]["error"], fitted["error"], report["prices"]["error"])
+    return f"| {users} | {policy} | {speeds} | " + " | ".join(f"{error:+.1%}" for error in errors) + " |"
 
 
 def main() -> None:
@@ -77,29 +163,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=Path, required=True, help="recorded by dspark calibrate")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--concurrency", default="1,2,4,8,16,32")
-    parser.add_argument("--drafts", type=int, default=2)
+    parser.add_argument("--policies", default="plain,fixed:2,auto")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--requests", type=int, default=3, help="of each user")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument(
+        "--profile-seconds", type=float, default=15.0, help="about how long to measure prices"
+    )
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     users = [int(part) for part in args.concurrency.split(",")]
-    llm = LLM(args.model, speculative_config={"method": "dspark"}, max_num_seqs=max(users))
+    drafting = {"method": "dspark", "policy": "fixed"}
+    llm = LLM(args.model, speculative_config=drafting, max_num_seqs=max(users))
     length, cells = len(prompts(llm)[0]), []
-    print("| users | policy | measured tokens/s | simulated | run | prices |\n|---|---|---|---|---|---|")
-    for count in users:
-        for policy, drafts in (("plain", 0), (f"fixed:{args.drafts}", args.drafts)):
-            with tempfile.TemporaryDirectory() as directory:
-                path = Path(directory) / "steps.jsonl"
-                record(llm, count, drafts, args, path)
-                report = validate(path, count, policy, length, args)
-            [run] = report["runs"].values()
-            cells.append({"users": count, "policy": policy, **report})
-            speeds = f"{run['measured_tokens_per_s']:.1f} | {run['simulated_tokens_per_s']['mean']:.1f}"
-            errors = f"{run['error']:+.1%} | {report['prices']['error']:+.1%}"
-            print(f"| {count} | {policy} | {speeds} | {errors} |", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        inputs = prepare(llm, max(users), args, Path(directory))
+        path = Path(directory) / "steps.jsonl"
+        print(TABLE)
+        for count in users:
+            for policy in args.policies.split(","):
+                record(llm, count, policy, inputs, args, path)
+                report = validate(path, count, policy, length, inputs, args)
+                cells.append({"users": count, "policy": policy, **report})
+                print(row(count, policy, report), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
 

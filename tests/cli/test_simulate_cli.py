@@ -69,25 +69,69 @@ def test_capacity(capsys):
     assert (found["load"], found["fails_at"]) == (3, 4)
 
 
-def test_validation_judges(capsys, tmp_path):
+def test_a_capacity_that_is_not_settled_says_what_to_do(capsys):
+    """Around 10 tokens/s with a speed that depends on the seed: two short runs cannot tell."""
+    args = ("--capacity", "42", "--policies", "plain", "--most", "4", "--machine", "cpu-135m", "--prompt-tokens",
+            "lognormal:500:1")  # fmt: skip
+    code, out, _ = simulate(capsys, *args, common=(*SHORT, "--output-tokens", "30"))
+    assert code == 0
+    assert "| plain | unknown | 1 (undecided) |" in out
+    assert "raise --duration or --seeds" in out
+    found = json.loads(simulate(capsys, *args, "--json", common=(*SHORT, "--output-tokens", "30"))[1])
+    assert found["capacities"][0]["undecided"] is True
+    settled = simulate(capsys, "--capacity", "4000", "--policies", "plain")[1]
+    assert "| plain | 0 | 1 (no) |" in settled
+    assert "raise --duration" not in settled
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """A plain run of one to four users: 20 ms a step and 1 ms a row."""
     rng = np.random.default_rng(0)
-    steps = [
+    rows = [
         {"seconds": 0.02 + 0.001 * n, "requests": n, "query_tokens": n, "context": 100 * n, "drafted_requests": 0,
          "drafted": 0, "scheduled": 0, "tokens": n}
         for n in rng.integers(1, 5, 200).tolist()
     ]  # fmt: skip
     path = tmp_path / "steps.jsonl"
-    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
-    code, out, _ = simulate(capsys, "--validate", str(path), common=())
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_validation_judges(capsys, steps):
+    code, out, _ = simulate(capsys, "--validate", str(steps), common=())
     assert code == 0
     assert "held-out halves" in out
     code, out, _ = simulate(
-        capsys, "--validate", str(path), "--concurrency", "4", "--policies", "plain", "--json"
+        capsys, "--validate", str(steps), "--concurrency", "4", "--policies", "plain", "--json"
     )
     report = json.loads(out)
     assert code == 1  # the recorded run had fewer users most of the time
     assert not report["within"]
     assert report["runs"]["plain"]["error"] > 0.1
+    assert "beforehand" not in report
+
+
+def test_validation_at_prices_that_were_measured_before(capsys, steps, tmp_path):
+    right, wrong = tmp_path / "right.json", tmp_path / "wrong.json"
+    right.write_text(json.dumps({"tokens": [1, 4], "seconds": [0.021, 0.024]}))
+    wrong.write_text(json.dumps({"tokens": [1, 4], "seconds": [0.042, 0.048]}))
+    for path, error, expected in ((right, 0.0, 0), (wrong, -0.5, 1)):
+        code, out, _ = simulate(capsys, "--validate", str(steps), "--machine", str(path), "--json", common=())
+        report = json.loads(out)
+        assert code == expected
+        assert report["beforehand"]["machine"] == path.name
+        assert report["beforehand"]["prices"]["error"] == pytest.approx(error, abs=1e-6)
+        assert abs(report["prices"]["error"]) < 0.01, "fitted prices are right whatever the profile says"
+    run = ("--validate", str(steps), "--machine", str(wrong), "--concurrency", "4", "--policies", "plain")
+    report = json.loads(simulate(capsys, *run, "--json")[1])
+    speed, at_wrong = (
+        each["runs"]["plain"]["simulated_tokens_per_s"]["mean"] for each in (report, report["beforehand"])
+    )
+    assert at_wrong == pytest.approx(0.5 * speed, rel=0.05)
+    out = simulate(capsys, *run)[1]
+    assert "| simulated at fitted prices, plain |" in out
+    assert "| simulated at wrong.json, plain |" in out
 
 
 @pytest.mark.parametrize(
@@ -128,7 +172,8 @@ TRACE, STEPS = ("--trace", "/nowhere.csv"), ("--validate", "/nowhere.jsonl")
         (("--capacity", "30", "--tolerance", "0.2"), "--tolerance is of use only with --validate"),
         (("--capacity", "30", "--concurrency", "1,4"), "name one to start from"),
         (("--rounds", "100"), "--rounds is of use only with --hindsight"),
-        (("--hindsight", "--figures", "x"), "--figures is of use only for a sweep"),
+        (("--hindsight", "--csv", "x"), "--csv is of use only for a sweep"),
+        (("--capacity", "30", "--figures", "x"), "--figures is of use only for a sweep or --hindsight"),
         (("--hindsight", "--rate", "1"), "--rate is of use only without --hindsight"),
         (("--hindsight", "--duration", "60"), "--duration is of use only without --hindsight"),
         ((*STEPS, "--greedy"), "--greedy is of use only if --validate also gets --concurrency"),

@@ -1,20 +1,24 @@
 """Policies against the best static choice in hindsight, on rounds that are the same for all of them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dspark.calibrate.calibration import Calibration
 from dspark.calibrate.formats import save_calibration
+from dspark.calibrate.rounds import Answer, Rounds, Source, save_rounds
 from dspark.cli import main
 from dspark.errors import DSparkError
 from dspark.schedule.cost import DraftCost, TableCost
 from dspark.simulate.acceptance import Domain, SyntheticAcceptance
-from dspark.simulate.hindsight import compare, streams
+from dspark.simulate.figures import write_hindsight_figures
+from dspark.simulate.hindsight import RAW, Comparison, Hindsight, compare, replay_file, streams
 from dspark.simulate.machines import read_cost
 from dspark.simulate.policies import policy_factory
-from dspark.simulate.rounds import RecordedRounds
+from dspark.simulate.report import hindsight_markdown
+from dspark.simulate.rounds import RecordedRounds, read_rounds
 
 GAMMA = 5
 COST = TableCost((1, 16, 256), (0.010, 0.012, 0.120), draft=DraftCost(0.001, 0.00001, 0.00001))
@@ -32,6 +36,22 @@ def rounds_of(domains, answers=60, length=25, seed=0):
     run = np.stack([block.run for block in blocks], axis=1).ravel()
     request, domain = np.repeat(np.arange(answers), length), np.repeat(np.array(names)[of], length)
     return RecordedRounds(model.gamma, run, survival / before, request, domain)
+
+
+def logits_of(rounds):
+    return np.log(rounds.confidence / (1 - rounds.confidence))
+
+
+def record(path, rounds, scale=1.0):
+    """As .npz with logits; `scale` above 1: overconfident ones."""
+    np.savez(
+        path,
+        confidence_logits=scale * logits_of(rounds),
+        accepted=rounds.accepted,
+        request=rounds.request,
+        domain=rounds.domain,
+    )
+    return path
 
 
 def domain(p, **spreads):
@@ -99,13 +119,7 @@ def test_code_gets_longer_prefixes_than_chat(name):
 
 def test_from_the_command_line(capsys, tmp_path):
     rounds = rounds_of({"chat": domain(0.6), "code": domain(0.9)}, answers=10)
-    np.savez(
-        tmp_path / "r.npz",
-        confidence=rounds.confidence,
-        accepted=rounds.accepted,
-        request=rounds.request,
-        domain=rounds.domain,
-    )
+    record(tmp_path / "r.npz", rounds)
     common = ["simulate", "--hindsight", "--concurrency", "1,4", "--rounds", "500", "--policies", "prefix"]
     assert main([*common, "--acceptance", str(tmp_path / "r.npz"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["hindsight"]["all rounds"]
@@ -116,16 +130,122 @@ def test_from_the_command_line(capsys, tmp_path):
     )
     assert main([*common, "--acceptance", str(tmp_path / "r.npz")]) == 0
     assert "| 4 |" in capsys.readouterr().out
-    save_calibration(tmp_path / "c.json", Calibration((1.0,) * GAMMA, acceptance=(0.05,) * GAMMA))
-    dear = [*common, "--acceptance", str(tmp_path / "r.npz"), "--machine", "cpu-135m", "--json"]
-    verified = []
-    for options in ([], ["--calibration", str(tmp_path / "c.json")]):
-        assert main([*dear, *options]) == 0
-        loads = json.loads(capsys.readouterr().out)["hindsight"]["all rounds"]["loads"]
-        verified.append(sum(loads[-1]["verified"]["prefix"].values()))
-    assert verified[0] > verified[1], "what is known to be hopeless is not tried"
     assert main(common) == 2
     assert "recorded rounds" in capsys.readouterr().err
+
+
+INFORMATIVE = {"any": domain(0.6, slot_spread=2.0)}
+
+
+def test_temperatures_change_what_policies_do_and_raw_runs_stay_beside(tmp_path):
+    path = record(tmp_path / "r.npz", rounds_of(INFORMATIVE))
+    loads = []
+    for temperature, offset in ((1.0, 0.0), (3.0, 0.5)):
+        calibration = Calibration((temperature,) * GAMMA, offsets=(offset,) * GAMMA)
+        found = replay_file(
+            path, factories("prefix", "fixed"), COST, users=(8,), rounds=4000, calibration=calibration
+        )
+        loads.append(found["all rounds"].loads[0])
+    same, other = loads
+    assert list(same.policies) == ["prefix", "prefix" + RAW, "fixed"], "a fixed length reads no confidences"
+    assert same.policies["prefix"] == same.policies["prefix" + RAW]
+    assert same.arms["threshold:0.5"] == same.arms["threshold:0.5" + RAW]
+    assert other.policies["prefix" + RAW] == same.policies["prefix" + RAW], "raw is raw"
+    assert other.arms["threshold:0.5"] != same.arms["threshold:0.5"]
+    assert other.policies["prefix"] != same.policies["prefix"]
+    assert other.verified["prefix"] != other.verified["prefix" + RAW]
+
+
+def test_an_overconfident_record_is_mended_by_its_calibration(tmp_path):
+    rounds = rounds_of(INFORMATIVE)
+    path = record(tmp_path / "r.npz", rounds, scale=4.0)
+    calibration = Calibration((4.0,) * GAMMA)
+    np.testing.assert_allclose(read_rounds(path, calibration=calibration).confidence, rounds.confidence)
+    assert not np.allclose(read_rounds(path).confidence, rounds.confidence)
+    options = {"users": (8,), "rounds": 8000, "calibration": calibration}
+    found = replay_file(path, factories("prefix"), COST, **options)["all rounds"].loads[0]
+    assert found.policies["prefix"] > 1.01 * found.policies["prefix" + RAW]
+    head = hindsight_markdown(Comparison((found,)), "All rounds").split("\n")[2]
+    assert "| prefix | prefix, raw confidences |" in head
+
+
+def test_what_a_policy_knows_at_the_start_is_the_calibrations_acceptance(capsys, tmp_path):
+    path = record(tmp_path / "r.npz", rounds_of(INFORMATIVE, answers=10))
+    run = ["simulate", "--hindsight", "--concurrency", "4", "--rounds", "500", "--policies", "prefix"]
+    verified = []
+    for acceptance in ((), (0.05,) * GAMMA):
+        save_calibration(tmp_path / "c.json", Calibration((1.0,) * GAMMA, acceptance=acceptance))
+        files = ["--acceptance", str(path), "--calibration", str(tmp_path / "c.json")]
+        assert main([*run, *files, "--machine", "cpu-135m", "--json"]) == 0
+        load = json.loads(capsys.readouterr().out)["hindsight"]["all rounds"]["loads"][0]
+        verified.append(load["verified"]["prefix"]["any"])
+        assert load["verified"]["prefix" + RAW]["any"] == verified[-1]
+    assert verified[0] > verified[1], "what is known to be hopeless is not tried"
+
+
+def test_served_requests_see_calibrated_confidences(capsys, tmp_path):
+    path = record(tmp_path / "r.npz", rounds_of(INFORMATIVE, answers=20), scale=4.0)
+    save_calibration(tmp_path / "c.json", Calibration((4.0,) * GAMMA))
+    run = ["simulate", "--concurrency", "2", "--policies", "threshold", "--duration", "2", "--warmup", "0"]
+    run += ["--seeds", "1", "--acceptance", str(path), "--json"]
+    reports = []
+    for options in ([], ["--calibration", str(tmp_path / "c.json")]):
+        assert main([*run, *options]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    raw, calibrated = reports
+    assert calibrated["model"]["signal"]["any"]["ece"] < 0.5 * raw["model"]["signal"]["any"]["ece"]
+    assert calibrated["model"]["acceptance_source"].endswith("confidences calibrated")
+    budgets = [report["cells"][0]["metrics"]["budget_per_round"]["mean"] for report in reports]
+    assert budgets[0] != budgets[1]
+
+
+def test_a_calibration_that_does_not_fit_the_rounds_is_refused(tmp_path):
+    rounds = rounds_of(INFORMATIVE, answers=4)
+    np.savez(tmp_path / "p.npz", confidence=rounds.confidence, accepted=rounds.accepted)
+    with pytest.raises(DSparkError, match="'confidence_logits' is missing"):
+        read_rounds(tmp_path / "p.npz", calibration=Calibration((1.0,) * GAMMA))
+    path = record(tmp_path / "r.npz", rounds)
+    for gamma in (GAMMA - 1, GAMMA + 1):
+        with pytest.raises(DSparkError, match=f"for {gamma} drafts, the recorded blocks have {GAMMA}"):
+            read_rounds(path, calibration=Calibration((1.0,) * gamma))
+    collected = Rounds(
+        logits_of(rounds),
+        np.full((len(rounds.accepted), GAMMA), 0.5),
+        np.full(len(rounds.accepted), GAMMA),
+        rounds.accepted,
+        np.zeros(len(rounds.accepted), dtype=np.int64),
+        (Answer("p", "chat", 0.0),),
+        Source("t", "T", "d", "D", GAMMA, "ratio", "float32"),
+    )
+    path = tmp_path / "r.safetensors"
+    save_rounds(path, collected)
+    mine = Calibration((2.0,) * GAMMA, drafter_identity="D", target_identity="T")
+    np.testing.assert_allclose(
+        read_rounds(path, calibration=mine).confidence, mine.conditional(collected.logits)
+    )
+    with pytest.raises(DSparkError, match="fitted to another drafter"):
+        read_rounds(path, calibration=replace(mine, drafter_identity="E"))
+
+
+def test_figures_show_every_policy_and_arm_over_the_best_arm(capsys, tmp_path):
+    path = record(tmp_path / "r.npz", rounds_of(INFORMATIVE, answers=10))
+    run = ["simulate", "--hindsight", "--concurrency", "1,4", "--rounds", "500", "--policies", "prefix"]
+    assert main([*run, "--acceptance", str(path), "--figures", str(tmp_path / "f"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["figures"] == [str(tmp_path / "f" / "hindsight.svg")]
+    drawn = (tmp_path / "f" / "hindsight.svg").read_text()
+    for name in ("prefix", "plain", f"fixed:{GAMMA}", "threshold:0.9", "users"):
+        assert f"<!-- {name} -->" in drawn
+    loads = (
+        Hindsight(1, {"plain": 10.0, "fixed:1": 20.0}, {"prefix": 18.0}, {"prefix": {}}),
+        Hindsight(4, {"plain": 40.0, "fixed:1": 32.0}, {"prefix": 42.0}, {"prefix": {}}),
+    )
+    assert Comparison(loads).over_best() == {
+        "prefix": [0.9, 1.05], "plain": [0.5, 1.0], "fixed:1": [1.0, 0.8],
+    }  # fmt: skip
+    two = {"temperature 0": Comparison(loads), "temperature 1": Comparison(loads)}
+    names = [path.name for path in write_hindsight_figures(two, tmp_path)]
+    assert names == ["hindsight-temperature-0.svg", "hindsight-temperature-1.svg"]
 
 
 def test_rounds_without_confidences_and_runs_that_are_too_short_are_refused():

@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from dspark.simulate.figures import require_matplotlib
     from dspark.simulate.setup import Setup
 
+    measured = args.validate is not None and args.machine is not None
     settle(args)
     setup = Setup.of(args)
     if args.figures is not None:
@@ -40,5 +41,5 @@ def run(args: argparse.Namespace) -> int:
     if args.hindsight:
         return run_hindsight(args, setup)
     if args.validate is not None:
-        return run_validate(args, setup)
+        return run_validate(args, setup, setup.machine if measured else None)
     return run_sweep(args, setup) if args.capacity is None else run_capacity(args, setup)

@@ -32,7 +32,7 @@ _SERVING = (
 )  # fmt: skip
 # What prices that are fitted to recorded steps do without.
 _SIMULATED = (
-    *_SERVING, "policies", "greedy", "machine", "policy_costs", "acceptance", "calibration", "gamma",
+    *_SERVING, "policies", "greedy", "policy_costs", "acceptance", "calibration", "gamma",
     "confidence_noise", "confidence_scale", "no_confidence", "overhead_ms", "seed",
 )  # fmt: skip
 
@@ -86,7 +86,13 @@ def _add_traffic_options(group: Any) -> None:
 
 
 def _add_engine_options(group: Any) -> None:
-    _option(group, "machine", str, "NAME|PATH", "gpu-27b, cpu-135m or a cost file")
+    _option(
+        group,
+        "machine",
+        str,
+        "NAME|PATH",
+        "gpu-27b, cpu-135m or a cost file; with --validate: prices that were measured before",
+    )
     _option(
         group, "policy-costs", str, "NAME|PATH", "prices that policies believe in; default: the machine's"
     )
@@ -96,7 +102,7 @@ def _add_engine_options(group: Any) -> None:
         "calibration",
         str,
         "PATH",
-        "policies know its mean acceptance at the start, as the engine's do",
+        "applied to recorded logits; policies know its mean acceptance at the start, as the engine's do",
     )
     _option(group, "gamma", int, "N", "drafts of a block; default: as measured")
     _option(group, "confidence-noise", float, "SD", "of logits")
@@ -126,7 +132,9 @@ def _add_output_options(group: Any) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     _option(group, "csv", str, "PATH", "write every metric of every cell there")
     _option(group, "markdown", str, "PATH", "write the report there")
-    _option(group, "figures", str, "DIR", "draw the frontier and the budget (needs matplotlib)")
+    _option(
+        group, "figures", str, "DIR", "draw the frontier and the budget, or --hindsight (needs matplotlib)"
+    )
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -169,7 +177,8 @@ def _uses(args: argparse.Namespace) -> list[tuple[tuple[str, ...], bool, str]]:
             not recorded_prices,
             "if --validate also gets --concurrency, the users of the recorded run",
         ),
-        (("csv", "figures"), not other, "for a sweep, without --capacity, --validate and --hindsight"),
+        (("csv",), not other, "for a sweep, without --capacity, --validate and --hindsight"),
+        (("figures",), not other or args.hindsight, "for a sweep or --hindsight"),
         (("ttft", "share", "most"), args.capacity is not None, "with --capacity"),
         (("rounds",), args.hindsight, "with --hindsight"),
         (("tolerance",), args.validate is not None, "with --validate"),

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dspark.schedule.cost import CostModel
+    from dspark.simulate.machines import Machine
+    from dspark.simulate.recording import StepRecords
     from dspark.simulate.setup import Setup
+    from dspark.simulate.validation import Prediction, RunValidation
 
 __all__ = ["run_capacity", "run_hindsight", "run_sweep", "run_validate"]
 
@@ -62,37 +66,63 @@ def run_capacity(args: argparse.Namespace, setup: Setup) -> int:
     return 0
 
 
-def run_validate(args: argparse.Namespace, setup: Setup) -> int:
-    """Prices always; the whole run where one load was named for it."""
-    from dataclasses import replace
+def run_validate(args: argparse.Namespace, setup: Setup, beforehand: Machine | None) -> int:
+    """Prices always; the whole run where one load was named for it.
 
+    At prices fitted to the records themselves, and at those of a machine that was measured `beforehand`, if any.
+    """
     from dspark.simulate.recording import read_steps
     from dspark.simulate.report import validation_markdown
-    from dspark.simulate.validation import cross_validate, fit_cost, validate_run
+    from dspark.simulate.validation import cross_validate, fit_cost, predict
 
     records = read_steps(args.validate)
-    prices = cross_validate(records)
-    runs = {}
+    priced: dict[str, tuple[Prediction, CostModel]] = {"fitted": (cross_validate(records), fit_cost(records))}
+    if beforehand is not None:
+        priced[beforehand.name] = (predict(records, beforehand.cost), beforehand.cost)
+    runs: dict[str, dict[str, RunValidation]] = {name: {} for name in priced}
     if args.concurrency is not None:
-        scenario = replace(setup.scenario(setup.loads[0]), cost=fit_cost(records))
-        with _progress(len(setup.policies)) as advance:
-            for name, make in setup.policies.items():
-                runs[name] = validate_run(
-                    records, scenario, make, setup.seeds, args.tolerance, args.confidence
-                )
-                advance()
-    within = abs(prices.error) <= args.tolerance and all(run.within for run in runs.values())
-    results = {
-        "within": within,
-        "prices": prices.as_dict(),
-        "runs": {name: found.as_dict() for name, found in runs.items()},
+        with _progress(len(priced) * len(setup.policies)) as advance:
+            for name, (_, cost) in priced.items():
+                runs[name] = _simulated(args, setup, records, cost, advance)
+    within = all(abs(prices.error) <= args.tolerance for prices, _ in priced.values())
+    within = within and all(run.within for each in runs.values() for run in each.values())
+    tables = {
+        name: {
+            "prices": prices.as_dict(),
+            "runs": {policy: run.as_dict() for policy, run in runs[name].items()},
+        }
+        for name, (prices, _) in priced.items()
     }
-    _report(args, setup, results, [validation_markdown(prices, runs, args.tolerance)])
+    results: dict[str, Any] = {"within": within, **tables["fitted"]}
+    if beforehand is not None:
+        results["beforehand"] = {"machine": beforehand.name, **tables[beforehand.name]}
+    found = {name: (prices, runs[name]) for name, (prices, _) in priced.items()}
+    _report(args, setup, results, [validation_markdown(found, args.tolerance)])
     return 0 if within else 1
+
+
+def _simulated(
+    args: argparse.Namespace,
+    setup: Setup,
+    records: StepRecords,
+    cost: CostModel,
+    advance: Callable[[], object],
+) -> dict[str, RunValidation]:
+    """Every policy's run at these prices, against the recorded one."""
+    from dataclasses import replace
+
+    from dspark.simulate.validation import validate_run
+
+    scenario, found = replace(setup.scenario(setup.loads[0]), cost=cost), {}
+    for name, make in setup.policies.items():
+        found[name] = validate_run(records, scenario, make, setup.seeds, args.tolerance, args.confidence)
+        advance()
+    return found
 
 
 def run_hindsight(args: argparse.Namespace, setup: Setup) -> int:
     from dspark.core import DSparkError
+    from dspark.simulate.figures import write_hindsight_figures
     from dspark.simulate.hindsight import replay_file
     from dspark.simulate.report import hindsight_markdown
 
@@ -107,8 +137,13 @@ def run_hindsight(args: argparse.Namespace, setup: Setup) -> int:
         seed=args.seed,
         overhead_s=1e-3 * args.overhead_ms,
         greedy=args.greedy,
+        calibration=setup.calibration,
     )
-    results = {"hindsight": {name: comparison.as_dict() for name, comparison in found.items()}}
+    results: dict[str, Any] = {
+        "hindsight": {name: comparison.as_dict() for name, comparison in found.items()}
+    }
+    if args.figures is not None:
+        results["figures"] = [str(path) for path in write_hindsight_figures(found, args.figures)]
     parts = [
         hindsight_markdown(comparison, f"{name[0].upper()}{name[1:]}") for name, comparison in found.items()
     ]

@@ -71,9 +71,19 @@ class Capacity:
     fails_at: float | None
     probes: tuple[Probe, ...]  # in order of load
 
+    @property
+    def undecided(self) -> bool:
+        """Whether what ended the search is open: the capacity may be larger than `load`."""
+        return any(probe.load == self.fails_at and probe.answer == "undecided" for probe in self.probes)
+
     def as_dict(self) -> dict[str, object]:
-        probes = [probe.as_dict() for probe in self.probes]
-        return {"policy": self.policy, "load": self.load, "fails_at": self.fails_at, "probes": probes}
+        return {
+            "policy": self.policy,
+            "load": self.load,
+            "fails_at": self.fails_at,
+            "undecided": self.undecided,
+            "probes": [probe.as_dict() for probe in self.probes],
+        }
 
 
 def find_capacity(

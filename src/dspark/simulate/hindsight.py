@@ -10,18 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from dspark.calibrate.calibration import Calibration
 from dspark.errors import DSparkError
 from dspark.schedule.base import Observer, ScheduleState
 from dspark.schedule.cost import CostModel
 from dspark.simulate.policies import PolicyFactory
 from dspark.simulate.rounds import RecordedRounds, read_rounds, recorded_temperatures
 
-__all__ = ["THRESHOLDS", "Comparison", "Hindsight", "Streams", "compare", "replay_file", "streams"]
+__all__ = ["RAW", "THRESHOLDS", "Comparison", "Hindsight", "Streams", "compare", "replay_file", "streams"]
+
+T = TypeVar("T")
 
 MIN_STEPS = 400  # of a load, however many users it has
+RAW = ", raw confidences"  # behind the name of what saw them where others saw calibrated ones
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -85,6 +90,13 @@ class Comparison:
     def arms(self, kind: str) -> tuple[str, ...]:
         """Names of all thresholds, or of all fixed lengths, 0 (plain) included."""
         return tuple(n for n in self.loads[0].arms if n.startswith("threshold") == (kind == "threshold"))
+
+    def over_best(self) -> dict[str, list[float]]:
+        """By policy and arm: tokens/s at each load over the best arm's there. An arm named as a policy is left out."""
+        names = (*self.loads[0].policies, *self.loads[0].arms)
+        speeds = [{**load.arms, **load.policies} for load in self.loads]
+        best = [load.arms[load.best] for load in self.loads]
+        return {name: [s[name] / b for s, b in zip(speeds, best, strict=True)] for name in names}
 
     def worst(self, policy: str) -> float:
         """Largest distance to the best arm of a load."""
@@ -176,19 +188,53 @@ def replay_file(
     seed: int = 0,
     overhead_s: float = 0.0,
     greedy: bool = False,
+    calibration: Calibration | None = None,
 ) -> dict[str, Comparison]:
     """`compare`, for each temperature of a file of recorded rounds.
 
     `rounds` of each load, in `MIN_STEPS` steps at least. `greedy`: of rounds that do not tell their temperature.
+    With a `calibration` every policy and threshold is there twice, with calibrated confidences and, named so, with raw
+    ones: the same rounds in the same order, and the same policies otherwise.
     """
+
+    def replayed(temperature: float | None, calibration: Calibration | None) -> Comparison:
+        recorded = read_rounds(path, temperature, calibration)
+        laid = [streams(recorded, n, max(rounds // n, MIN_STEPS), seed) for n in users]
+        at_zero = greedy if temperature is None else temperature == 0
+        return compare(laid, policies, cost, overhead_s=overhead_s, greedy=at_zero)
+
     found = {}
     for temperature in recorded_temperatures(path) or (None,):
-        recorded = read_rounds(path, temperature)
-        replayed = [streams(recorded, n, max(rounds // n, MIN_STEPS), seed) for n in users]
-        at_zero = greedy if temperature is None else temperature == 0
         title = "all rounds" if temperature is None else f"temperature {temperature:g}"
-        found[title] = compare(replayed, policies, cost, overhead_s=overhead_s, greedy=at_zero)
+        found[title] = replayed(temperature, calibration)
+        if calibration is not None:
+            found[title] = _beside(found[title], replayed(temperature, None))
     return found
+
+
+def _beside(calibrated: Comparison, raw: Comparison) -> Comparison:
+    """Both as one: a policy's raw run follows its calibrated one, and so it is with thresholds."""
+
+    def both(ours: Mapping[str, T], theirs: Mapping[str, T]) -> dict[str, T]:
+        merged = {}
+        for name, value in ours.items():
+            merged[name] = value
+            if name != "plain" and not name.startswith("fixed"):  # these look at no confidences
+                merged[name + RAW] = theirs[name]
+        return merged
+
+    pairs = zip(calibrated.loads, raw.loads, strict=True)
+    return Comparison(
+        tuple(
+            Hindsight(
+                one.users,
+                both(one.arms, other.arms),
+                both(one.policies, other.policies),
+                both(one.verified, other.verified),
+            )
+            for one, other in pairs
+        )
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dspark.calibrate.calibration import Calibration
 from dspark.errors import DSparkError
 from dspark.simulate.acceptance import Acceptance, Confidence, Domain, SyntheticAcceptance
 from dspark.simulate.rounds import read_rounds, recorded_temperatures
@@ -58,11 +59,16 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def acceptance(
-    name: str, gamma: int | None, confidence: Confidence, greedy: bool = False
+    name: str,
+    gamma: int | None,
+    confidence: Confidence,
+    greedy: bool = False,
+    calibration: Calibration | None = None,
 ) -> tuple[Acceptance, str]:
     """A preset with `gamma` slots (None: as measured), or the recorded rounds of a file; and where it comes from.
 
-    `greedy`: of a file that tells temperatures, the rounds at temperature 0 alone.
+    `greedy`: of a file that tells temperatures, the rounds at temperature 0 alone. `calibration`: of their logits; a
+    preset has none, and its confidences stay as `confidence` says.
 
     Raises:
         DSparkError: no such preset or file, or an option that recorded rounds cannot honour.
@@ -76,9 +82,12 @@ def acceptance(
         raise DSparkError(
             f"no acceptance {name!r}: choose {', '.join(PRESETS)}, or give a file of recorded rounds"
         )
-    rounds = read_rounds(name, 0.0 if greedy and 0.0 in recorded_temperatures(name) else None)
+    temperature = 0.0 if greedy and 0.0 in recorded_temperatures(name) else None
+    rounds = read_rounds(name, temperature, calibration)
     if gamma not in (None, rounds.gamma):
         raise DSparkError(f"{name} holds blocks of {rounds.gamma} drafts: leave --gamma out, or record again")
     if not confidence.perfect or not confidence.available:
         raise DSparkError("recorded rounds bring their own confidences: leave the confidence options out")
-    return rounds, f"{len(rounds.accepted)} rounds recorded in {Path(name).name}"
+    told = "as the head gave them" if calibration is None else "calibrated"
+    confidences = "" if rounds.confidence is None else f", confidences {told}"
+    return rounds, f"{len(rounds.accepted)} rounds recorded in {Path(name).name}{confidences}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dspark.simulate.capacity import Capacity, ServiceTarget
-from dspark.simulate.hindsight import Comparison
+from dspark.simulate.hindsight import RAW, Comparison
 from dspark.simulate.intervals import Interval
 from dspark.simulate.metrics import METRICS
 from dspark.simulate.sweep import Cell, paired_ratio, speed_at_throughput, throughput_at_speed
@@ -76,43 +76,44 @@ def capacity_markdown(capacities: Sequence[Capacity], target: ServiceTarget, loa
     for c in capacities:
         judged = {probe.load: probe.answer for probe in c.probes}
         fails = "-" if c.fails_at is None else f"{c.fails_at:g} ({judged[c.fails_at]})"
-        rows.append([c.policy, f"{c.load:g}", fails, str(len(c.probes))])
+        found = "unknown" if c.undecided and not c.load else f"{c.load:g}"
+        rows.append([c.policy, found, fails, str(len(c.probes))])
     wait = "" if target.ttft_s is None else f" and the first within {target.ttft_s:g} s"
     note = (
         f"Target: {target.share:.0%} of requests get {target.tokens_per_s:g} tokens/s{wait}, with "
         f"{target.confidence:.0%} confidence over {seeds} seeds. "
         "The next load probed misses it (no), or leaves it open (undecided)."
     )
+    open_ones = ", ".join(c.policy for c in capacities if c.undecided)
+    if open_ones:
+        note += f"\n\nNOTE: not settled for {open_ones}: raise --duration or --seeds to find out."
     return f"{_table(['policy', load, 'next probed', 'probes'], rows)}\n\n{note}\n"
 
 
-def validation_markdown(prices: Prediction, runs: Mapping[str, RunValidation], tolerance: float) -> str:
-    """Prices first, then one row a simulated policy."""
-    rows = [
-        [
-            "prices, held-out halves",
-            f"{prices.measured_tokens_per_s:.1f}",
-            f"{prices.predicted_tokens_per_s:.1f}",
-        ]
-    ]
-    rows[0] += [f"{prices.error:+.1%}", "yes" if abs(prices.error) <= tolerance else "NO"]
-    for name, found in runs.items():
-        simulated = _with_margin(found.simulated_tokens_per_s, 1)
-        measured = f"{found.measured_tokens_per_s:.1f}"
-        row = [
-            f"simulated, {name}",
-            measured,
-            simulated,
-            f"{found.error:+.1%}",
-            "yes" if found.within else "NO",
-        ]
-        rows.append(row)
-    note = (
-        f"{prices.steps} steps; single steps are off by {prices.step_error_median:.1%} (median) and "
-        f"{prices.step_error_p90:.1%} (90th percentile)."
-    )
+def validation_markdown(
+    found: Mapping[str, tuple[Prediction, Mapping[str, RunValidation]]], tolerance: float
+) -> str:
+    """By prices, `fitted` to the records first: their own error, then one row a policy simulated at them."""
+    rows, notes = [], []
+    for origin, (prices, runs) in found.items():
+        what = "prices, held-out halves" if origin == "fitted" else f"prices of {origin}"
+        figures = [f"{prices.measured_tokens_per_s:.1f}", f"{prices.predicted_tokens_per_s:.1f}"]
+        rows.append([what, *figures, *_verdict(prices.error, abs(prices.error) <= tolerance)])
+        at = "fitted prices" if origin == "fitted" else origin
+        for name, run in runs.items():
+            figures = [f"{run.measured_tokens_per_s:.1f}", _with_margin(run.simulated_tokens_per_s, 1)]
+            rows.append([f"simulated at {at}, {name}", *figures, *_verdict(run.error, run.within)])
+        notes.append(
+            f"{what}: single steps are off by {prices.step_error_median:.1%} (median) and "
+            f"{prices.step_error_p90:.1%} (90th percentile)."
+        )
+    [steps] = {prices.steps for prices, _ in found.values()}
     head = ["", "measured tokens/s", "predicted tokens/s", "error", f"within {tolerance:.0%}"]
-    return f"{_table(head, rows)}\n\n{note}\n"
+    return f"{_table(head, rows)}\n\n{steps} steps. {' '.join(notes)}\n"
+
+
+def _verdict(error: float, within: bool) -> list[str]:
+    return [f"{error:+.1%}", "yes" if within else "NO"]
 
 
 def hindsight_markdown(comparison: Comparison, title: str) -> str:
@@ -137,7 +138,7 @@ def hindsight_markdown(comparison: Comparison, title: str) -> str:
         for name in names
     ]
     note = "In brackets: against the best of both at that load. all: geometric means over plain decoding."
-    verified = _verified_markdown(comparison, names[-1])
+    verified = _verified_markdown(comparison, names[-1].removesuffix(RAW))
     return f"{title}\n\n{_table(head, rows)}\n\n{note}\n\n- " + "\n- ".join(verdicts) + f"\n\n{verified}\n"
 
 

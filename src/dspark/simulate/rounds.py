@@ -5,7 +5,7 @@ The format, as .npz arrays or as one JSON object a line (.jsonl):
 | key | shape | meaning |
 |---|---|---|
 | confidence | [N, gamma] | conditional acceptance c_k that the drafter promised, 0..1, calibrated or not |
-| confidence_logits | [N, gamma] | the same as logits, in its stead |
+| confidence_logits | [N, gamma] | the same as logits, in its stead; a calibration needs these |
 | accepted | [N] | drafts accepted under *full* verification, 0..gamma |
 | request | [N] | optional: which request the round belongs to, rounds of one in order |
 | domain | [N] | optional: name of the request's domain |
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark.calibrate.calibration import Calibration, sigmoid
 from dspark.errors import DSparkError
 from dspark.simulate.acceptance import AcceptanceState, Block
 
@@ -104,15 +105,20 @@ class _Replayed:
         return Block(survival, self._accepted[rows])
 
 
-def read_rounds(path: str | Path, temperature: float | None = None) -> RecordedRounds:
+def read_rounds(
+    path: str | Path, temperature: float | None = None, calibration: Calibration | None = None
+) -> RecordedRounds:
     """Rounds from an .npz, .jsonl or .safetensors file; of the last, those at `temperature` alone if it is given.
 
+    `calibration`: confidences are what it makes of the recorded logits, as in the engine; None: as the head gave them.
+
     Raises:
-        DSparkError: no such file, another format, a key is missing, or censored rounds.
+        DSparkError: no such file, another format, a key is missing, censored rounds, or a calibration that does not
+            fit: of another gamma, drafter or target, or for rounds without logits.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        return _from_calibration(path, temperature)
+        return _from_collected(path, temperature, calibration)
     try:
         columns = _from_npz(path) if path.suffix == ".npz" else _from_lines(path)
     except (OSError, UnicodeDecodeError, zipfile.BadZipFile, ValueError) as error:
@@ -120,7 +126,7 @@ def read_rounds(path: str | Path, temperature: float | None = None) -> RecordedR
             raise
         raise DSparkError(f"cannot read the rounds of {path}: {error}") from None
     try:
-        return _rounds(columns)
+        return _rounds(columns, calibration)
     except (ValueError, TypeError) as error:
         raise DSparkError(f"{path}: {error}") from None
 
@@ -138,18 +144,31 @@ def recorded_temperatures(path: str | Path) -> tuple[float, ...]:
     return tuple(sorted({answer.temperature for answer in load_rounds(Path(path)).answers}))
 
 
-def _from_calibration(path: Path, temperature: float | None) -> RecordedRounds:
+def _from_collected(path: Path, temperature: float | None, calibration: Calibration | None) -> RecordedRounds:
     from dspark.calibrate.rounds import load_rounds
 
     collected = load_rounds(path)
-    keep = collected.lengths == collected.source.gamma
+    source = collected.source
+    if calibration is not None:
+        calibration.check_fits(source.drafter_identity, source.target_identity, source.gamma)
+    keep = collected.lengths == source.gamma
     if temperature is not None:
         keep &= collected.column("temperature") == temperature
     full = collected.select(keep)
-    confidence = 1 / (1 + np.exp(-full.logits.astype(np.float64)))
-    return RecordedRounds(
-        collected.source.gamma, full.accepted, confidence, full.answer, full.column("domain")
-    )
+    confidence = _probabilities(full.logits, calibration)
+    return RecordedRounds(source.gamma, full.accepted, confidence, full.answer, full.column("domain"))
+
+
+def _probabilities(logits: np.ndarray, calibration: Calibration | None) -> np.ndarray:
+    """[N, gamma] conditional acceptance, calibrated if there is a calibration."""
+    if calibration is None:
+        return sigmoid(logits)
+    if calibration.gamma != logits.shape[1]:
+        raise DSparkError(
+            f"the calibration is for {calibration.gamma} drafts, the recorded blocks have {logits.shape[1]}: "
+            "give one that was fitted to as many"
+        )
+    return calibration.conditional(logits)
 
 
 def _from_npz(path: Path) -> dict[str, np.ndarray]:
@@ -172,21 +191,33 @@ def _from_lines(path: Path) -> dict[str, np.ndarray]:
     return {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
 
 
-def _rounds(columns: dict[str, np.ndarray]) -> RecordedRounds:
+def _rounds(columns: dict[str, np.ndarray], calibration: Calibration | None) -> RecordedRounds:
     if "accepted" not in columns:
         raise DSparkError("key 'accepted' is missing; a round is at least confidence and accepted")
     accepted = columns["accepted"].astype(np.int64)
-    confidence = columns.get("confidence")
-    if confidence is None and "confidence_logits" in columns:
-        confidence = 1 / (1 + np.exp(-columns["confidence_logits"].astype(np.float64)))
+    confidence = _confidence(columns, calibration)
     if confidence is None and "gamma" not in columns:
         raise DSparkError("key 'confidence' is missing; without confidences give 'gamma'")
-    if confidence is not None and confidence.ndim != 2:
-        raise DSparkError("confidence must hold one number a slot, equally many in every round")
     gamma = int(np.ravel(columns["gamma"])[0]) if confidence is None else confidence.shape[1]
     if "scheduled" in columns and (columns["scheduled"] < gamma).any():
         raise DSparkError("some rounds were verified in part: record with every draft verified, or drop them")
     request = columns.get("request", np.zeros(len(accepted), dtype=np.int64)).astype(np.int64)
     domain = columns.get("domain", np.full(len(accepted), ANY)).astype(str)
-    c = None if confidence is None else confidence.astype(np.float64)
-    return RecordedRounds(gamma, accepted, c, request, domain)
+    return RecordedRounds(gamma, accepted, confidence, request, domain)
+
+
+def _confidence(columns: dict[str, np.ndarray], calibration: Calibration | None) -> np.ndarray | None:
+    """[N, gamma] float64, or None where none was recorded."""
+    logits, given = columns.get("confidence_logits"), columns.get("confidence")
+    if calibration is not None and logits is None:
+        raise DSparkError(
+            "a calibration is for logits, and key 'confidence_logits' is missing: record logits, or leave it out"
+        )
+    from_logits = logits is not None and (given is None or calibration is not None)
+    found = logits if from_logits else given
+    if found is not None and found.ndim != 2:
+        raise DSparkError("confidence must hold one number a slot, equally many in every round")
+    if found is None:
+        return None
+    found = found.astype(np.float64)
+    return _probabilities(found, calibration) if from_logits else found

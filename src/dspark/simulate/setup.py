@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark.calibrate.calibration import Calibration
 from dspark.calibrate.formats import load_calibration
 from dspark.errors import DSparkError
 from dspark.simulate.acceptance import Acceptance, Confidence
@@ -16,6 +17,7 @@ from dspark.simulate.machines import Machine, machine
 from dspark.simulate.policies import PolicyFactory, policy_factory
 from dspark.simulate.presets import acceptance
 from dspark.simulate.quality import SignalQuality, measure_quality
+from dspark.simulate.rounds import RecordedRounds
 from dspark.simulate.server import Limits
 from dspark.simulate.simulation import Scenario
 from dspark.simulate.trace import Trace, read_trace
@@ -45,6 +47,7 @@ class Setup:
     beliefs: Machine  # prices that policies decide by
     acceptance: Acceptance
     acceptance_source: str
+    calibration: Calibration | None
     policies: dict[str, PolicyFactory]
     mix: Mix
     limits: Limits
@@ -61,10 +64,11 @@ class Setup:
         if args.seeds < 1 or not 0.5 <= args.confidence < 1:
             raise DSparkError("--seeds must be 1 or more, and --confidence at least 0.5 and below 1")
         quality = Confidence(args.confidence_noise, args.confidence_scale, available=not args.no_confidence)
-        drafts, source = acceptance(args.acceptance, args.gamma, quality, args.greedy)
+        calibration = load_calibration(Path(args.calibration)) if args.calibration else None
+        drafts, source = acceptance(args.acceptance, args.gamma, quality, args.greedy, calibration)
         prices = machine(args.machine)
         beliefs = machine(args.policy_costs) if args.policy_costs else prices
-        known = load_calibration(Path(args.calibration)).acceptance if args.calibration else ()
+        known = () if calibration is None else calibration.acceptance
         lengths = Lengths.parse(args.prompt_tokens), Lengths.parse(args.output_tokens)
         setup = Setup(
             args,
@@ -72,6 +76,7 @@ class Setup:
             beliefs,
             drafts,
             source,
+            calibration,
             {
                 name: policy_factory(name, drafts.gamma, beliefs.cost, known)
                 for name in args.policies.split(",")
@@ -168,6 +173,10 @@ class Setup:
         found = []
         if self.machine.assumption:
             found.append(f"the prices of {self.machine.name} are an assumption, not a measurement")
+        if self.calibration is not None and not isinstance(self.acceptance, RecordedRounds):
+            found.append(
+                "synthetic confidences have no logits to calibrate: of --calibration only the mean acceptance is used"
+            )
         if self.beliefs.cost.warning:
             found.append(self.beliefs.cost.warning)
         if "global" in self.policies and not self.args.greedy:
