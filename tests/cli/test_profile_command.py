@@ -98,7 +98,7 @@ def test_export_takes_the_kept_profile(tiny_model, measured, tmp_path, capsys):
         (["profile", "--max-num-seqs", "0"], "--max-num-seqs"),
         (["profile", "--format", "csv"], "invalid choice"),
         (["profile", "--format", "sglang"], "--format says how --export writes"),
-        (["generate", "hi", "--policy", "best"], "invalid choice"),
+        (["generate", "hi", "--policy", "best"], "unknown policy"),
         (["bench", "throughput", "--methods", "none,dspark:best"], "unknown policy"),
         (["bench", "throughput", "--methods", "none:auto"], "none has no policy"),
     ],
