@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -46,7 +48,11 @@ class AsyncLLM:
         self._deliver: dict[
             str, Callable[[StepEvent], object]
         ] = {}  # by request, into its reader's event loop
-        self._open = True
+        self._numbers = itertools.count()
+        self._open, self._gate = (
+            True,
+            threading.Lock(),
+        )  # nothing is asked of the thread once it is told to end
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
         self._thread.start()
 
@@ -58,11 +64,13 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Abort what runs (its readers get an output with the reason "abort"), end the thread, close the LLM."""
-        if self._open:
+        with self._gate:
+            if not self._open:
+                return
             self._open = False
-            self._commands.put(self._abort_all)
-            self._thread.join()
-            self.llm.close()
+            self._commands.put(lambda: None)  # wakes it
+        self._thread.join()
+        self.llm.close()
 
     @property
     def healthy(self) -> bool:
@@ -101,14 +109,13 @@ class AsyncLLM:
         """
         ids, loop = self.llm.encode(prompt), asyncio.get_running_loop()
         events: asyncio.Queue[StepEvent] = asyncio.Queue()
-        request_id = await self._ask(
-            lambda: self._add(
-                ids,
-                params or SamplingParams(),
-                lambda event: loop.call_soon_threadsafe(events.put_nowait, event),
-            )
-        )
-        try:
+        request_id = f"async-{next(self._numbers)}"
+
+        def deliver(event: StepEvent) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        try:  # whoever is cancelled while the request is on its way takes it along, too
+            await self._ask(lambda: self._add(request_id, ids, params or SamplingParams(), deliver))
             while True:
                 event = await events.get()
                 yield event
@@ -119,13 +126,12 @@ class AsyncLLM:
 
     async def _ask(self, command: Callable[[], Result]) -> Result:
         """What `command` returns or raises in the engine's thread."""
-        if not self._open:
-            raise DSparkError("this AsyncLLM is closed: make another one")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Result] = loop.create_future()
 
         def settle(set_it: Callable[[], None]) -> None:
-            loop.call_soon_threadsafe(lambda: None if answer.done() else set_it())
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(lambda: None if answer.done() else set_it())
 
         def run() -> None:
             try:
@@ -136,7 +142,10 @@ class AsyncLLM:
             else:
                 settle(lambda: answer.set_result(result))
 
-        self._commands.put(run)
+        with self._gate:
+            if not self._open:
+                raise DSparkError("this AsyncLLM is closed: make another one")
+            self._commands.put(run)
         return await answer
 
     def _run(self) -> None:
@@ -151,6 +160,7 @@ class AsyncLLM:
                 continue
             self._tell(events)
         self._obey(wait=False)
+        self._abort_all()
 
     def _obey(self, wait: bool) -> None:
         while True:
@@ -165,18 +175,20 @@ class AsyncLLM:
             self._watcher(events)
         for event in events:
             deliver = self._deliver.get(event.request_id)
-            if deliver is not None:
-                deliver(event)
+            try:
+                if deliver is not None:
+                    deliver(event)
+            except RuntimeError:  # the reader's loop is closed
+                self._drop(event.request_id)
 
-    def _add(self, ids: list[int], params: SamplingParams, deliver: Callable[[StepEvent], object]) -> str:
-        if not self._open:
-            raise DSparkError("this AsyncLLM is closed: make another one")
-        free = self.llm.engine.config.max_num_seqs - self.num_running
-        if self.max_waiting is not None and self.num_waiting >= self.max_waiting + max(0, free):
-            raise OverloadedError(f"{self.num_waiting} requests wait already: try again later")
-        request_id = self.llm.engine.add(ids, params)
+    def _add(
+        self, request_id: str, ids: list[int], params: SamplingParams, deliver: Callable[[StepEvent], object]
+    ) -> None:
+        free, waiting = self.llm.engine.config.max_num_seqs - self.num_running, self.num_waiting
+        if self.max_waiting is not None and waiting >= self.max_waiting + max(0, free):
+            raise OverloadedError(f"{waiting} requests wait already: try again later")
+        self.llm.engine.add(ids, params, request_id)
         self._deliver[request_id] = deliver
-        return request_id
 
     def _drop(self, request_id: str) -> None:
         """Its reader is gone."""

@@ -69,6 +69,29 @@ def test_a_reader_that_goes_away_takes_its_request_along(llm: AsyncLLM) -> None:
     assert is_empty(llm.llm.engine)
 
 
+def test_whoever_is_cancelled_before_the_request_is_in_takes_it_along(llm: AsyncLLM) -> None:
+    async def cancel() -> None:
+        task = asyncio.create_task(llm.generate("abc", LONG))
+        await asyncio.sleep(0)  # it has asked, and cannot have been answered yet
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await llm.generate("abc", GREEDY)
+
+    asyncio.run(cancel())
+    assert llm._deliver == {}
+    assert is_empty(llm.llm.engine)
+
+
+def test_a_reader_whose_loop_is_closed_stops_nobody_else(llm: AsyncLLM) -> None:
+    loop = asyncio.new_event_loop()
+    events = llm.stream("abc", LONG)
+    loop.run_until_complete(anext(events))
+    loop.close()
+    assert len(asyncio.run(llm.generate("abc", GREEDY)).token_ids) == 12
+    assert llm.healthy
+
+
 def test_what_is_refused_is_refused_to_its_own_caller(llm: AsyncLLM) -> None:
     async def ask() -> None:
         good, bad = await asyncio.gather(

@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -24,6 +24,8 @@ from dspark.server.metrics import ServerMetrics, Stopwatch
 from dspark.server.protocol import Asked, Chat, Completion, Reply, RequestError, usage
 
 __all__ = ["make_app"]
+
+Result = TypeVar("Result")
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
@@ -74,7 +76,7 @@ class _Server:
                     return JSONResponse(kind.whole(reply, output))
                 # The first event comes before the response begins: what is refused still gets its status.
                 events = self._events(asked)
-                first = await anext(events)
+                first = await self._until_gone(request, anext(events))
                 pieces = _pieces(kind, asked, reply, first, events)
                 return StreamingResponse(pieces, media_type="text/event-stream")
             except OverloadedError as error:
@@ -98,7 +100,7 @@ class _Server:
                     return event.output
         raise AssertionError("a stream ends with an output")
 
-    async def _until_gone(self, request: Request, work: Awaitable[RequestOutput]) -> RequestOutput:
+    async def _until_gone(self, request: Request, work: Awaitable[Result]) -> Result:
         """`work`, unless the client goes away: then it is cancelled, and the request aborted."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_disconnected(request))

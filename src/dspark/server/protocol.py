@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -58,7 +59,7 @@ class Reply:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-class _Endpoint:
+class _Endpoint(ABC):
     """Reads requests of one kind, and writes their responses."""
 
     own: ClassVar[set[str]]  # parameters besides the common ones
@@ -96,8 +97,8 @@ class _Endpoint:
             raise RequestError(str(error), name if name in body else None) from error
         return Asked(self.prompt(body), params, stream, bool(options.get("include_usage")))
 
-    def prompt(self, body: Mapping[str, Any]) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def prompt(self, body: Mapping[str, Any]) -> Any: ...
 
     def max_tokens(self, body: Mapping[str, Any]) -> int | None:
         return body.get("max_tokens")
@@ -115,19 +116,20 @@ class _Endpoint:
         entry |= {"model": reply.model, "choices": [] if choice is None else [{"index": 0, **choice}]}
         return entry if counted is None else {**entry, "usage": counted}
 
-    def choice(self, output: RequestOutput) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def choice(self, output: RequestOutput) -> dict[str, Any]: ...
 
     def opening(self) -> dict[str, Any] | None:
         """The choice that a stream begins with, if any."""
         return None
 
+    @abstractmethod
     def chunk(self, text: str, reason: str | None) -> dict[str, Any]:
         """The choice of a piece of a stream."""
-        raise NotImplementedError
+        ...
 
-    def chunk_response(self, reply: Reply, choice: Any, counted: Any = None) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def chunk_response(self, reply: Reply, choice: Any, counted: Any = None) -> dict[str, Any]: ...
 
 
 class Completion(_Endpoint):
