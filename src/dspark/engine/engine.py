@@ -169,6 +169,7 @@ class Engine:
         state, events = self._state(batch), list[StepEvent]()
         try:
             want = check_lengths("draft_lengths", self.policy.draft_lengths(state), state.room)
+            aimed = self._clock()
             draft = self._propose(batch, want, state.free)
             alive, plan = self._plan(state, draft)
             proposed = self._clock()
@@ -182,12 +183,13 @@ class Engine:
             events = self._commit(batch, draft, plan, seen, judgement, accepted, follow)
             ended = self._clock()
             if self._timed is not None:
-                self._timed.timed(state, draft.lengths, plan.lengths, proposed - started, ended - proposed)
+                drafting = proposed - aimed
+                self._timed.timed(state, draft.lengths, plan.lengths, drafting, ended - started - drafting)
         except BaseException:
             self._ended += events
             self._abandon(batch)
             raise
-        self.timings.add(started, proposed, verified, ended)
+        self.timings.add(ended - started, proposed - aimed, verified - proposed)
         return self._delivered(events)
 
     def _delivered(self, events: list[StepEvent]) -> list[StepEvent]:

@@ -20,19 +20,22 @@ _log = logging.getLogger("dspark")
 
 @dataclass
 class StepTimings:
-    """Where wall time went, in seconds, summed over steps (host clock: meaningful on a CPU)."""
+    """Where wall time went, in seconds, summed over steps (host clock: meaningful on a CPU).
+
+    `draft_s`: drafts, and what of them to verify; `verify_s`: the target's pass and judgement.
+    """
 
     steps: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0
 
-    def add(self, started: float, proposed: float, verified: float, ended: float) -> None:
-        """Count a step by the clock's readings."""
+    def add(self, total_s: float, draft_s: float, verify_s: float) -> None:
+        """Count a step."""
         self.steps += 1
-        self.draft_s += proposed - started
-        self.verify_s += verified - proposed
-        self.total_s += ended - started
+        self.draft_s += draft_s
+        self.verify_s += verify_s
+        self.total_s += total_s
 
     def reset(self) -> None:
         self.steps, self.draft_s, self.verify_s, self.total_s = 0, 0.0, 0.0, 0.0

@@ -12,7 +12,7 @@ import numpy as np
 from dspark.errors import DSparkError
 from dspark.schedule.cost import AdditiveCost, ContextCost, DraftCost, TableCost
 
-__all__ = ["Sample", "fit_cost", "flat", "isotonic", "pooled_noise"]
+__all__ = ["Probe", "Sample", "fit_cost", "flat", "isotonic", "pooled_noise"]
 
 Kind = Literal["step", "draft", "behind", "upkeep"]
 REQUESTS_MATTER = 0.02  # of the price of a pass: a smaller effect of the number of requests is left out
@@ -22,9 +22,9 @@ SIGMA_OF_MAD = 1.4826
 class Sample(NamedTuple):
     """One timed call.
 
-    `rows`: query tokens of a "step" (the target's pass and judgement, behind others alone), or of one "behind" a draft
-    of all its rows; drafts of a "draft" (`Drafter.propose`); committed rows of an "upkeep" (`Drafter.observe`).
-    `context`: cached positions of *each* request.
+    `rows`: query tokens of a "step" (a whole round, but for drafting; among others without), or of one "behind" a
+    draft of all its rows; drafts of a "draft" (`Drafter.propose` and what the engine does around it); committed rows
+    of an "upkeep" (`Drafter.observe`). `context`: cached positions of *each* request.
     """
 
     kind: Kind
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
     seconds: float
 
 
-Probe = tuple[Kind, int, int, int]
+Probe = tuple[Kind, int, int, int]  # a sample's first four fields
 
 
 def medians(samples: Iterable[Sample]) -> dict[Probe, float]:
@@ -69,7 +69,7 @@ def fit_cost(samples: Sequence[Sample]) -> TableCost | AdditiveCost:
 
     Seconds by rows come from the shortest context, as isotonic medians; beyond the last probe the last slope goes
     on. Attention's price comes from the longer contexts. Upkeep of the drafter's own context is paid in every
-    round: for the anchor it is part of the pass, for further rows part of the draft that wins them. Drafters that
+    round: for the anchor it is part of the round, for further rows part of the draft that wins them. Drafters that
     put it off until they draft (`Deferring`) have no samples of it: it is in those of drafts.
 
     Raises:
@@ -81,12 +81,11 @@ def fit_cost(samples: Sequence[Sample]) -> TableCost | AdditiveCost:
         raise DSparkError("a cost profile needs passes of two sizes at least: measure again")
     shortest = min(context for _, _, context in steps)
     base = {(r, n): t for (r, n, context), t in steps.items() if context == shortest}
-    first, further = _upkeep(table)
     per_request = _per_request(base)
     sizes = sorted({n for _, n in base})
     at_one = [np.median([t - per_request * (r - 1) for (r, m), t in base.items() if m == n]) for n in sizes]
-    seconds = tuple((isotonic(at_one) + first).tolist())
-    draft, context = _draft(table, further, _displacement(table)), _context(steps, shortest)
+    seconds = tuple(isotonic(at_one).tolist())
+    draft, context = _draft(table, _upkeep(table), _displacement(table)), _context(steps, shortest)
     if per_request * max(r for r, _ in base) <= REQUESTS_MATTER * seconds[0]:
         return TableCost(tuple(sizes), seconds, draft=draft, context=context)
     requests = tuple(sorted({1, *(r for r, _ in base)}))
@@ -118,13 +117,10 @@ def _per_request(base: dict[tuple[int, int], float]) -> float:
     return max(0.0, float(np.median(slopes))) if slopes else 0.0
 
 
-def _upkeep(table: dict[Probe, float]) -> tuple[float, float]:
-    """Seconds of observing one row, and of each further one."""
+def _upkeep(table: dict[Probe, float]) -> float:
+    """Seconds of observing a further row."""
     rows = [(n, t) for (kind, _, n, _), t in table.items() if kind == "upkeep"]
-    if not rows:
-        return 0.0, 0.0
-    base, each = _nonnegative([[1.0, n] for n, _ in rows], [t for _, t in rows])
-    return base + each, each
+    return _nonnegative([[1.0, n] for n, _ in rows], [t for _, t in rows])[1] if rows else 0.0
 
 
 def _displacement(table: dict[Probe, float]) -> float:

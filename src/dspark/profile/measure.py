@@ -1,9 +1,9 @@
-"""Time the parts of a round: the target's pass with judgement, the draft, and the upkeep of its context.
+"""Time an engine's rounds: those without a draft by their rows, requests and context, drafts, and the upkeep of
+their context.
 
-The engine's own packing, judgement and drafter are run on made-up requests whose KV is filled, so what is timed is
-what a round does. Probes take turns, so that a slow moment of the machine meets all of them; each is run some times in
-a row, of which the first do not count, so that it finds the caches as it would leave them itself. Passes are timed
-behind passes, and those of drafted rounds behind their drafts.
+Probes take turns, so that a slow moment of the machine meets all of them; each is run some times in a row, of which
+the first do not count, so that it finds the caches as it would leave them itself. Rounds without drafts are timed
+behind their like, and those with drafts behind theirs.
 """
 
 from __future__ import annotations
@@ -14,27 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-import numpy as np
 import torch
 
-from dspark.core import Draft, DSparkError, Plan, Request, SamplingParams
-from dspark.drafters.base import Deferring, Drafter, ObserveBatch, ProposeBatch
-from dspark.engine.judge import judge
-from dspark.engine.runner import Runner
-from dspark.engine.scheduler import Batch, Running
-from dspark.engine.termination import OutputStream
-from dspark.kv import KVPool
-from dspark.profile.fit import Kind, Sample
-from dspark.sampling import SamplingRows
+from dspark.core import DSparkError
+from dspark.drafters.base import Deferring, Drafter
+from dspark.profile.bench import BLOCK, Bench
+from dspark.profile.fit import Probe, Sample
 from dspark.schedule.feedback import SETTLED
 from dspark.target.base import Target
 
 __all__ = ["ProfileSettings", "largest_pass", "measure_profile"]
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-BLOCK = 16
+PLAIN = (16, 32, 64)  # requests at once, beside one and several
 IN_A_ROW = 2  # runs of a probe that count, at a turn
 FEW_ROWS = 8  # up to which a pass takes as long as it takes to read the weights, or nearly
+GROWTH = SETTLED + IN_A_ROW  # rounds of a request at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +75,12 @@ def measure_profile(
         progress: gets the share of the work that is done, above 0 and at most 1, behind each probe.
     """
     settings = settings or ProfileSettings()
-    bench = _Bench(target, drafter, gamma, _lengths(settings, target, gamma), settings, clock)
-    probes = bench.probes(largest_pass(settings, gamma, max_num_seqs), max_num_seqs)
+    contexts = _lengths(settings, target, gamma)
+    probes = probes_of(contexts, gamma, largest_pass(settings, gamma, max_num_seqs), max_num_seqs, drafter)
+    room = GROWTH * (1 + gamma) + BLOCK
+    positions = max(requests * (context + 1 + room) for _, requests, _, context in probes)
+    most = max(requests for _, requests, _, _ in probes)
+    bench = Bench(target, drafter, gamma, most, positions, settings.temperature, clock)
     random = Random(0)
     with torch.inference_mode():
         for probe in probes:
@@ -112,7 +111,7 @@ def largest_pass(settings: ProfileSettings, gamma: int, max_num_seqs: int) -> in
 
 def _lengths(settings: ProfileSettings, target: Target, gamma: int) -> tuple[int, ...]:
     """The context lengths as far as the model's context goes: shorter ones in proportion where it is short."""
-    room = target.max_context - gamma - 2
+    room = target.max_context - gamma - 2 - GROWTH
     longest = settings.context_lengths[-1]
     lengths = [n if longest <= room else max(1, n * room // longest) for n in settings.context_lengths]
     if len(set(lengths)) < 3:
@@ -120,161 +119,28 @@ def _lengths(settings: ProfileSettings, target: Target, gamma: int) -> tuple[int
     return tuple(lengths)
 
 
-Probe = tuple[Kind, int, int, int]
+def probes_of(
+    contexts: tuple[int, ...], gamma: int, max_rows: int, max_num_seqs: int, drafter: Drafter | None
+) -> list[Probe]:
+    """What is timed. Rounds by rows at the shortest context, two sizes at the longer ones, plain decoding of more and
+    more requests; drafts of one and of several requests; upkeep of one row and of a block's."""
+    short, width = contexts[0], 1 + gamma
+    sizes = [n for n in SIZES if n <= max_rows]
+    requests = {n: -(-n // width) for n in sizes}
+    probes: list[Probe] = [("step", requests[n], n, short) for n in sizes if requests[n] <= max_num_seqs]
+    some = max(n for n in sizes if n <= max(width, 2))
+    block = (1, min(some, width)) if gamma else (1,)
+    probes += [("step", 1, n, long) for long in contexts[1:] for n in block]
+    several = min(8, max_num_seqs, max_rows)
+    probes += [("step", n, n, short) for n in (several, *PLAIN) if n <= min(max_num_seqs, max_rows)]
+    if drafter is not None:
+        counts = sorted({1, several})
+        probes += [("draft", r, r * k, short) for r in counts for k in sorted({1, gamma})]
+        if not isinstance(drafter, Deferring):
+            probes += [("upkeep", 1, n, width) for n in (1, width)]
+    return list(dict.fromkeys(probes))
 
 
 def _lead(rows: int) -> int:
     """Runs at a turn that do not count: few rows find the caches as those before left them, for several passes."""
     return SETTLED if rows <= FEW_ROWS else 1
-
-
-class _Bench:
-    """Made-up requests in a pool of their own."""
-
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        gamma: int,
-        contexts: tuple[int, ...],
-        settings: ProfileSettings,
-        clock: Callable[[], float],
-    ) -> None:
-        self.target, self.drafter, self.gamma, self.contexts = target, drafter, gamma, contexts
-        self._clock, self._uid = clock, 0
-        self._params = SamplingParams(temperature=settings.temperature, seed=0)
-        self._random = np.random.default_rng(0)
-        specs = target.kv_specs + (drafter.kv_specs if drafter else ())
-        requests = max(2, -(-settings.max_rows // (1 + gamma)), 8)
-        room = max(contexts[-1] + gamma + 2, requests * (contexts[0] + gamma + 2 + BLOCK))
-        self._pool = KVPool(specs, -(-room // BLOCK) + 1, BLOCK, target.kv_dtype, target.device)
-        for layer in {id(t): t for t in (*self._pool.k, *self._pool.v)}.values():
-            layer.normal_(std=0.5)  # memory never written is one page of zeros: reading it costs nothing
-        if drafter is not None:
-            drafter.attach(self._pool, len(target.kv_specs))
-        self._runner = Runner(target, self._pool, drafter.taps if drafter else ())
-
-    def probes(self, max_rows: int, max_num_seqs: int) -> list[Probe]:
-        """What is timed. Passes by rows at the shortest context, two sizes at the longer ones, one size with many
-        requests; drafts of one and of several requests; upkeep of one row and of a block's."""
-        short, width = self.contexts[0], 1 + self.gamma
-        sizes = [n for n in SIZES if n <= max_rows]
-        requests = {n: -(-n // width) for n in sizes}
-        probes: list[Probe] = [("step", requests[n], n, short) for n in sizes if requests[n] <= max_num_seqs]
-        some = max(n for n in sizes if n <= max(width, 2))
-        if self.gamma:
-            probes += [("step", 1, n, long) for long in self.contexts[1:] for n in (1, min(some, width))]
-        else:
-            probes += [("step", 1, 1, long) for long in self.contexts[1:]]
-        several = min(8, max_num_seqs, max_rows)
-        if several > 1 and several in sizes:
-            probes += [("step", several, several, short)]
-        if self.drafter is not None:
-            counts = sorted({1, several})
-            probes += [("draft", r, r * k, short) for r in counts for k in sorted({1, self.gamma})]
-            if not isinstance(self.drafter, Deferring):
-                probes += [("upkeep", 1, n, 0) for n in (1, width)]
-        return list(dict.fromkeys(probes))
-
-    def run(self, probe: Probe, lead: int = 0, count: int = 1) -> list[Sample]:
-        """Times of `count` calls behind `lead` others; of a "draft", and of the pass behind it."""
-        kind, requests, rows, context = probe
-        group = [self._request(context, rows) for _ in range(requests)]
-        batch = Batch(
-            group,
-            rows=np.ones(requests, dtype=np.int64),
-            samples=np.ones(requests, dtype=bool),
-            room=np.full(requests, self.gamma),
-        )
-        try:
-            if kind == "draft":
-                self._follow(batch, context)
-            samples = [self._sample(probe, batch) for _ in range(lead + count)]
-            return [sample for found in samples[lead:] for sample in found]
-        finally:
-            for r in group:
-                self._pool.release(r.table)
-                if self.drafter is not None:
-                    self.drafter.forget(r.request)
-
-    def _sample(self, probe: Probe, batch: Batch) -> list[Sample]:
-        kind, requests, rows, context = probe
-        if kind == "draft":
-            draft, seconds = self._draft(batch, rows)
-            behind = self._verify(batch, draft, Plan(draft.lengths))
-            passed = requests + int(draft.lengths.sum())
-            return [Sample(*probe, seconds), Sample("behind", requests, passed, context, behind)]
-        call = {"step": self._step, "upkeep": self._upkeep}[kind]
-        return [Sample(*probe, call(batch, rows))]
-
-    def _request(self, context: int, rows: int) -> Running:
-        self._uid += 1
-        observed = rows + 1 if context == 0 else 0  # "upkeep": rows and what follows them
-        tokens = self._random.integers(self.target.vocab_size, size=context + 1 + observed).tolist()
-        request = Request(
-            self._uid, str(self._uid), tokens, self._params, 0, context + rows + 2, cached=context
-        )
-        running = Running(request, OutputStream(request, (), None), None, prefilling=False)
-        reserved = self._pool.reserve(
-            running.table, context + 1 + max(self.gamma, rows if context == 0 else 0)
-        )
-        assert reserved, "the bench's pool holds its largest probe"
-        return running
-
-    def _step(self, batch: Batch, rows: int) -> float:
-        count = len(batch.running)
-        lengths = np.full(count, (rows - count) // count)
-        lengths[: (rows - count) % count] += 1
-        width = max(int(lengths.max()), 0)
-        tokens = torch.from_numpy(self._random.integers(self.target.vocab_size, size=(count, width)))
-        return self._verify(batch, Draft(tokens.to(self.target.device), lengths), Plan(lengths))
-
-    def _verify(self, batch: Batch, draft: Draft, plan: Plan) -> float:
-        started = self._clock()
-        seen = self._runner.verify(batch, draft, plan)
-        judge(batch, draft, seen)
-        return self._clock() - started
-
-    def _follow(self, batch: Batch, context: int) -> None:
-        """Have the drafter know the whole context."""
-        assert self.drafter is not None
-        self.drafter.observe(self._observed(batch, context))
-        if isinstance(self.drafter, Deferring):
-            self.drafter.catch_up()
-
-    def _draft(self, batch: Batch, rows: int) -> tuple[Draft, float]:
-        assert self.drafter is not None
-        if isinstance(
-            self.drafter, Deferring
-        ):  # upkeep is a part of drafting: a round leaves a row or two behind
-            self.drafter.observe(self._observed(batch, 1))
-        want = np.full(len(batch.running), rows // len(batch.running))
-        sampling = SamplingRows.of(batch.requests, self.target.device)
-        shapers = [None] * len(batch.running)
-        started = self._clock()
-        draft = self.drafter.propose(
-            ProposeBatch(batch.requests, want, sampling, batch.block_tables, shapers)
-        )
-        draft.tokens.cpu()
-        return draft, self._clock() - started
-
-    def _upkeep(self, batch: Batch, rows: int) -> float:
-        assert self.drafter is not None
-        observed = self._observed(batch, rows)
-        started = self._clock()
-        self.drafter.observe(observed)
-        return self._clock() - started
-
-    def _observed(self, batch: Batch, rows: int) -> ObserveBatch:
-        """The first `rows` positions of every request, with made-up taps."""
-        assert self.drafter is not None
-        count, device = len(batch.running), self.target.device
-        slots = np.concatenate([self._pool.slots(r.table, 0, rows) for r in batch.running])
-        width = len(self.drafter.taps) * self.target.hidden_size
-        return ObserveBatch(
-            requests=batch.requests,
-            row_start=np.arange(count + 1) * rows,
-            positions=torch.arange(rows, device=device).repeat(count),
-            slots=torch.from_numpy(slots).to(device),
-            taps=torch.randn(count * rows, width, dtype=self.target.dtype, device=device) if width else None,
-        )

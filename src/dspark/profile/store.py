@@ -23,7 +23,7 @@ from dspark.target.base import Target
 
 __all__ = ["Profile", "describe", "ensure_profile", "fingerprint"]
 
-FORMAT, FORMAT_VERSION = "dspark-cost-profile", 2
+FORMAT, FORMAT_VERSION = "dspark-cost-profile", 3
 WIDER = 4  # times the rows, where a profile is flat
 
 

@@ -141,7 +141,7 @@ class Timed(Protocol):
     def timed(
         self, state: ScheduleState, drafted: np.ndarray, scheduled: np.ndarray, draft_s: float, step_s: float
     ) -> None:
-        """`draft_s`: seconds from the start of the round to its plan; `step_s`: the rest of it, the target's pass above
+        """`draft_s`: seconds of drafting, the plan included; `step_s`: the rest of the round, the target's pass above
         all."""
         ...
 

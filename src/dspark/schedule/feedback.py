@@ -53,9 +53,6 @@ class Drift:
 class LiveCost:
     """`base`, with three factors: of plain passes, of further rows beside them, of drafts.
 
-    A profile knows passes; what is reported here is a round's whole rest, commit and text included, so the first factor
-    starts a little above 1.
-
     They are what the choice between drafting and not rests on, and they keep prices rising with the size. Plain passes
     are those of plain decoding: one soon behind a draft, whose weights have displaced the target's in the caches, takes
     longer. A pass with drafts tells the price of its rows (`base`'s displacement taken off) only while it is known what
