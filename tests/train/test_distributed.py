@@ -162,7 +162,7 @@ def test_a_gpu_trains_as_the_cpu_does(method: str, tmp_path: Path) -> None:
     states = []
     for device in ("cpu", "cuda"):
         run = shared_steps.shared_trainer(tmp_path / device, method, join_processes(device))
-        run.form.warm_start(run.features.target, run.sequences)
+        run.form.warm_start(run.features.target, run.order.sequences)
         list(run.run())
         assert run.device.type == device
         states.append({n: v.cpu() for n, v in run.model.state_dict().items()})

@@ -73,7 +73,7 @@ def test_train_resume_export_and_go_on(config, tmp_path, tiny_model):
     with pytest.raises(DSparkError, match="drafts from 32 tokens: set draft_vocab_size to that or more"):
         build(config, f"output={tmp_path / 'fewer'}", f"init_from={state}", "draft_vocab_size=16")
     other.save()
-    assert build(config, f"output={tmp_path / 'other'}")[0].steps_before == 4, (
+    assert build(config, f"output={tmp_path / 'other'}")[0].order.steps_before == 4, (
         "and a run that resumes knows it still"
     )
 

@@ -140,7 +140,7 @@ def test_going_on_keeps_the_place_only_in_the_same_order_of_sequences(tmp_path):
     same.step = 3
     same.save()
     again = went_on(state=read_start(tmp_path / "second" / "state.pt"))
-    assert again.steps_before == 7
+    assert again.order.steps_before == 7
     assert again.blocks == first.blocks, "the blocks seen are counted in any case"
     more = [*SEQUENCES, Sequence([1, 2, 3, 4, 5, 6, 7, 8], 2), Sequence([9, 8, 7, 6, 5, 4, 3, 2], 2)]
     other = went_on(more)
@@ -148,10 +148,10 @@ def test_going_on_keeps_the_place_only_in_the_same_order_of_sequences(tmp_path):
     assert sorted(map(more.index, drawn)) == list(range(8)), "an epoch leaves nothing out"
     moved = [Sequence(SEQUENCES[0].token_ids, 7), *SEQUENCES[1:]]
     for changed in (went_on(moved), went_on(SEQUENCES[::-1]), went_on(seed=1), went_on(sequences_per_step=3)):
-        assert changed.steps_before == 0
+        assert changed.order.steps_before == 0
         assert changed.blocks == first.blocks
     old = {key: value for key, value in state.items() if key != "order"}
-    assert went_on(state=old).steps_before == 0, (
+    assert went_on(state=old).order.steps_before == 0, (
         "states of older versions do not say what they were trained on"
     )
 
@@ -504,7 +504,7 @@ def test_warm_start_of_mtp_copies_the_last_layer_and_fits_what_it_reads():
 
 def test_warm_started_mtp_drafts_before_it_is_trained(tmp_path):
     warm, cold = (trainer(tmp_path, SEQUENCES, "mtp") for _ in range(2))
-    warm.form.warm_start(warm.features.target, warm.sequences)
+    warm.form.warm_start(warm.features.target, warm.order.sequences)
     assert warm.evaluate()["overlap"][0] > 1.5 * cold.evaluate()["overlap"][0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,6 +144,16 @@ class TrainConfig:
             raise DSparkError(f"unknown training option {unknown[0]!r}; known: {', '.join(sorted(known))}")
         clean: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return TrainConfig(**clean)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate: linear warm-up over a share of the steps, cosine decay to a share of `lr`."""
+        warm = max(1, round(self.warmup * self.steps))
+        if step < warm:
+            return self.lr * (step + 1) / warm
+        progress = min(1.0, (step - warm) / max(1, self.steps - warm))
+        return self.lr * (
+            self.min_lr_share + (1 - self.min_lr_share) * 0.5 * (1 + math.cos(math.pi * progress))
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

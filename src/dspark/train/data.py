@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import json
 import zlib
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ __all__ = [
     "Sequence",
     "conversation",
     "load_sequences",
-    "order_digest",
     "read_lines",
     "read_records",
     "split",
@@ -190,14 +188,6 @@ def load_sequences(paths: Iterable[Path], tokenizer: ChatTokenizer, max_length: 
             if sequence.num_anchors > 0:
                 sequences.append(sequence)
     return sequences
-
-
-def order_digest(sequences: Iterable[Sequence], seed: int, sequences_per_step: int) -> str:
-    """16 hex digits of what decides which sequences a step of training draws: equal where all of it is."""
-    digest = hashlib.sha256(f"{seed} {sequences_per_step}".encode())
-    for sequence in sequences:
-        digest.update(array("q", [len(sequence.token_ids), sequence.answer_start, *sequence.token_ids]))
-    return digest.hexdigest()[:16]
 
 
 def split(sequences: list[Sequence], held_out: float, seed: int) -> tuple[list[Sequence], list[Sequence]]:

@@ -134,7 +134,9 @@ def build_trainer(
         report(f"resumed at step {trainer.step}")
     elif start is not None:
         trainer.start_from(start, Path(str(config.init_from)))
-        place = "the same sequences, from where it stopped" if trainer.steps_before else "an epoch begins"
+        place = (
+            "the same sequences, from where it stopped" if trainer.order.steps_before else "an epoch begins"
+        )
         report(f"goes on from {config.init_from}, {trainer.blocks} blocks so far; {place}")
         if "rounded" in start:
             report(

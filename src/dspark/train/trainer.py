@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,12 @@ from dspark.drafters.model import DrafterModel
 from dspark.target.decoder import Decoder
 from dspark.train.blocks import BlockBatch, draw_anchors, make_batch, slot_mask
 from dspark.train.config import TrainConfig
-from dspark.train.data import Sequence, order_digest
+from dspark.train.data import Sequence
 from dspark.train.distributed import Processes
 from dspark.train.features import FeatureSource
 from dspark.train.forecast import Forecast
 from dspark.train.losses import BlockLoss, LossWeights, block_loss, slot_weights
+from dspark.train.order import SequenceOrder
 from dspark.train.run_log import LengthWatch, RunLog, RunningMean
 from dspark.train.states import (
     HEAD,
@@ -65,7 +64,8 @@ class Trainer:
             )
         target.to(self.device)
         self.config, self.model, self.form = config, model.to(self.device), trainable(model)
-        self.sequences, self.held_out = sequences, held_out
+        self.order = SequenceOrder(sequences, config.seed, config.sequences_per_step)
+        self.held_out = held_out
         directory = Path(config.feature_dir) if config.feature_dir else Path(config.output) / "features"
         self.features = FeatureSource(
             target, model.config.taps, config.features, directory, self.processes.rank
@@ -91,7 +91,6 @@ class Trainer:
             fused=True,
         )
         self.step, self.blocks = 0, 0
-        self.steps_before = 0  # of runs on the same sequences that this one goes on from
         self.averaged_steps: list[int] = []
         self.running = RunningMean()
         self.stop_requested = False  # `run` then saves behind the step that it is in, and ends
@@ -99,15 +98,9 @@ class Trainer:
         self.log = RunLog(self.output, config.tensorboard and self.processes.is_first)
 
     def draw(self, step: int) -> list[tuple[Sequence, Tensor]]:
-        """The sequences of a step, in an epoch's order, and in each anchors drawn at random."""
-        per_step, count = self.config.sequences_per_step, len(self.sequences)
-        step += self.steps_before
-        chosen = []
-        for i in range(step * per_step, (step + 1) * per_step):
-            epoch, index = divmod(i, count)
-            chosen.append(self.sequences[_epoch_order(count, self.config.seed, epoch)[index]])
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
-        return [(s, draw_anchors(s, self.config.anchors_per_sequence, generator)) for s in chosen]
+        """The sequences of a step, and in each anchors drawn at random."""
+        generator, count = self.order.generator(step), self.config.anchors_per_sequence
+        return [(s, draw_anchors(s, count, generator)) for s in self.order.drawn(step)]
 
     def batch(self, step: int) -> BlockBatch:
         """All blocks of a step, whichever process works through them."""
@@ -156,7 +149,7 @@ class Trainer:
         The processes share its sequences, each works through its own in `accumulate` parts, and all gradients
         add up to those of the whole step: every part's loss is divided by the weight of all.
         """
-        lr = self.config.lr * _schedule(self.step, self.config)
+        lr = self.config.lr_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         drawn = self.draw(self.step)
@@ -240,11 +233,6 @@ class Trainer:
             )
         self.processes.copy_first(own_weights(self.model).values())
 
-    @cached_property
-    def order(self) -> str:
-        """Names the order of the training sequences, see `order_digest`."""
-        return order_digest(self.sequences, self.config.seed, self.config.sequences_per_step)
-
     def start_from(self, state: dict[str, Any], path: Path) -> None:
         """Take the weights, and the optimiser's moments where they are known, of another run; see `read_start`.
 
@@ -254,8 +242,8 @@ class Trainer:
         load_weights(self.model, state, path)
         load_moments(self.optimizer, self.model, state.get("moments", {}))
         self.blocks = state.get("blocks", 0)
-        if state.get("order") == self.order:
-            self.steps_before = state["step"] + state["steps_before"]
+        if state.get("order") == self.order.digest:
+            self.order.steps_before = state["step"] + state["steps_before"]
 
     def save(self) -> None:
         """Write the resume state, and features that are not on disk yet; replaced atomically."""
@@ -267,8 +255,8 @@ class Trainer:
             "mask_token_id": self.model.config.mask_token_id,
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
-            "steps_before": self.steps_before,
-            "order": self.order,
+            "steps_before": self.order.steps_before,
+            "order": self.order.digest,
             "blocks": self.blocks,
             "running": self.running.state,
         }
@@ -292,7 +280,7 @@ class Trainer:
         load_weights(self.model, state, path)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.blocks = state["step"], state["blocks"]
-        self.steps_before = state.get("steps_before", 0)
+        self.order.steps_before = state.get("steps_before", 0)
         self.running = RunningMean(state.get("running"))
         return True
 
@@ -301,18 +289,3 @@ def _parts(items: Seq[Any], count: int) -> Iterator[Seq[Any]]:
     """`items` cut into `count` runs as equal as possible."""
     edges = [i * len(items) // count for i in range(count + 1)]
     return (items[a:b] for a, b in pairwise(edges))
-
-
-def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 7919 + epoch)).tolist()
-
-
-def _schedule(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, cosine decay to `min_lr_share`."""
-    warm = max(1, round(config.warmup * config.steps))
-    if step < warm:
-        return (step + 1) / warm
-    progress = (step - warm) / max(1, config.steps - warm)
-    return config.min_lr_share + (1 - config.min_lr_share) * 0.5 * (
-        1 + math.cos(math.pi * min(1.0, progress))
-    )
