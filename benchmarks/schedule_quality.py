@@ -60,9 +60,7 @@ def compare(runs: list[dict[str, Any]], fixed: list[str], policy: str) -> dict[s
             arm: statistics.median(speeds(runs, arm).values()) for arm in [PLAIN, AGAIN, *fixed, policy]
         },
         "policy_over_best": ratios(runs, policy, best),
-        "policy_over_plain": ratios(runs, policy, PLAIN),
-        "best_over_plain": ratios(runs, best, PLAIN),
-        "again_over_plain": ratios(runs, AGAIN, PLAIN),
+        "over_plain": {arm: ratios(runs, arm, PLAIN) for arm in [PLAIN, AGAIN, *fixed, policy]},
     }
 
 
@@ -77,18 +75,27 @@ def over_the_range(cells: dict[int, dict[str, Any]]) -> dict[str, float]:
 
 
 def draw(cells: dict[int, dict[str, Any]], path: Path) -> None:
-    """Speed relative to plain decoding by concurrency, a line an arm."""
+    """Speed relative to plain decoding by concurrency, a line an arm: median and range over the repeats compared."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for arm in next(iter(cells.values()))["tokens_per_s"]:
-        relative = [c["tokens_per_s"][arm] / c["tokens_per_s"][PLAIN] for c in cells.values()]
-        fixed = arm.isdecimal()
-        axes.plot(
-            list(cells), relative, marker="o", lw=1 if fixed else 2.5, label=f"{arm} drafts" if fixed else arm
+    arms = list(next(iter(cells.values()))["over_plain"])
+    for i, arm in enumerate(arms):
+        spreads = [cell["over_plain"][arm] for cell in cells.values()]
+        errors = [[s["median"] - s["min"] for s in spreads], [s["max"] - s["median"] for s in spreads]]
+        at = [c * 2 ** (0.06 * (i - len(arms) / 2)) for c in cells]  # side by side, or ranges hide each other
+        axes.errorbar(
+            at,
+            [s["median"] for s in spreads],
+            errors,
+            marker="o",
+            markersize=4,
+            capsize=2,
+            linewidth=1 if arm.isdecimal() or arm == AGAIN else 2.2,
+            label=f"{arm} drafts" if arm.isdecimal() else arm,
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(cells), [str(c) for c in cells])
@@ -176,7 +183,8 @@ def main() -> None:
         some = prompts[:: max(1, len(prompts) // max(args.prompts, requests))][: max(args.prompts, requests)]
         runs = [r for r in run_throughput(engines, some, settings)["runs"] if r["repeat"] >= args.discard]
         cells[requests] = cell = compare(runs, [str(n) for n in args.lengths], args.policy)
-        columns = [show(cell[name]) for name in ("policy_over_best", "policy_over_plain", "again_over_plain")]
+        over = cell["over_plain"]
+        columns = [show(spread) for spread in (cell["policy_over_best"], over[args.policy], over[AGAIN])]
         print(f"| {requests} | {cell['best']} | " + " | ".join(columns) + " |", flush=True)
     means = over_the_range(cells)
     print("\nover the whole range, relative to plain: " + ", ".join(f"{a} {v:.3f}" for a, v in means.items()))

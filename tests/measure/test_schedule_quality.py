@@ -31,9 +31,9 @@ def test_the_best_arm_is_chosen_and_judged_by_different_repeats(quality):
     cell = quality.compare(runs(speeds), ["1", "2"], "auto")
     assert cell["best"] == "2"
     assert cell["policy_over_best"] == {"median": pytest.approx(1.375), "min": 1.25, "max": 1.5}
-    assert cell["policy_over_plain"] == {"median": pytest.approx(1.1), "min": 1.0, "max": 1.2}
-    assert cell["best_over_plain"] == {"median": pytest.approx(0.8), "min": 0.8, "max": 0.8}
-    assert cell["again_over_plain"] == {"median": pytest.approx(1.05), "min": 1.0, "max": 1.1}
+    assert cell["over_plain"]["auto"] == {"median": pytest.approx(1.1), "min": 1.0, "max": 1.2}
+    assert cell["over_plain"][cell["best"]] == {"median": pytest.approx(0.8), "min": 0.8, "max": 0.8}
+    assert cell["over_plain"]["none again"] == {"median": pytest.approx(1.05), "min": 1.0, "max": 1.1}
     assert cell["tokens_per_s"] == {"none": 10, "none again": 10.5, "1": 11.5, "2": 14.5, "auto": 12}
 
 
@@ -48,3 +48,12 @@ def test_means_over_the_range_are_geometric(quality):
         8: {"tokens_per_s": {"none": 50.0, "1": 25.0, "auto": 50.0}},
     }
     assert quality.over_the_range(cells) == pytest.approx({"none": 1.0, "1": 1.0, "auto": 2**0.5})
+
+
+def test_the_figure_names_every_arm(quality, tmp_path):
+    pytest.importorskip("matplotlib")
+    arms = ("none", "none again", "1", "auto")
+    cell = quality.compare(runs({arm: [10, 11] for arm in arms}), ["1"], "auto")
+    quality.draw({1: cell, 4: cell}, tmp_path / "figure.svg")
+    text = (tmp_path / "figure.svg").read_text()
+    assert all(f"<!-- {name} -->" in text for name in ("none", "none again", "1 drafts", "auto"))
