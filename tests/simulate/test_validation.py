@@ -76,6 +76,28 @@ def test_the_fit_finds_the_prices_of_a_run_without_noise():
     assert predict(records, fit_cost(records)).step_error_p90 < 1e-3
 
 
+@pytest.mark.parametrize("users", [1, 8])
+def test_the_fit_finds_mean_prices_whatever_the_scatter(users):
+    """Times with a coefficient of variation of 0.4, a prompt of 40 tokens in every 64th step of a user, and a curve of
+    rows that no convex one fits."""
+    rng = np.random.default_rng(2)
+    n = 2000
+    prompts = rng.binomial(users, 1 / 64, n)
+    query, context = users + 39 * prompts, rng.integers(40 * users, 104 * users, n)
+    mean = 4e-3 + 1e-3 * np.minimum(query, 24) + 5e-4 * np.maximum(query - 24, 0)
+    spread = np.sqrt(np.log1p(0.4**2))
+    seconds = mean * rng.lognormal(-(spread**2) / 2, spread, n)
+    constant, none = np.full(n, users), np.zeros(n, dtype=np.int64)
+    records = StepRecords(seconds, constant, query, context, none, none, none, constant)
+    cost = fit_cost(records)
+    assert abs(predict(records, cost).error) < 1e-4
+    assert abs(cross_validate(records).error) < 0.04
+    decoding = replace(records, seconds=mean)[prompts == 0]
+    assert abs(predict(decoding, cost).error) < 0.04, (
+        "prompts are many rows, and do not move the price of a round"
+    )
+
+
 def test_wrong_prices_are_found_out(engine_log):
     wrong = TableCost((1, 64), (0.1, 0.11))
     assert predict(engine_log, wrong).step_error_median > 0.2

@@ -23,6 +23,7 @@ from dspark.simulate.simulation import Scenario, run
 __all__ = ["Prediction", "RunValidation", "cross_validate", "fit_cost", "predict", "validate_run"]
 
 KNOTS = 6  # of the price of rows
+REWEIGHTED = 10  # times
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def validate_run(
 
 
 def fit_cost(records: StepRecords) -> AdditiveCost:
-    """Prices from recorded steps: non-negative least squares of relative errors.
+    """Prices from recorded steps: non-negative least squares, so weighted that the totals of seconds agree.
 
     A step is a constant, so much a request, a convex curve of its rows (knots at quantiles), so much a cached
     position, and for drafts a constant, so much a request drafted for and so much a draft. What the run never
@@ -115,7 +116,7 @@ def fit_cost(records: StepRecords) -> AdditiveCost:
             hinges,
         )
     ).astype(np.float64)
-    prices = _non_negative(columns / records.seconds[:, None], np.ones(len(records)))
+    prices = _expected(columns, records.seconds)
     bias, request, position, draft, drafted_for, each = prices[:6].tolist()
     most = int(records.requests.max())
     probes = np.unique(np.concatenate(([0], knots, [int(rows.max()) + 1])))
@@ -152,6 +153,21 @@ def _compare(records: StepRecords, predicted: np.ndarray) -> Prediction:
         float(np.quantile(errors, 0.9)),
         len(records),
     )
+
+
+def _expected(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Prices x >= 0 for which `columns` x are the mean of `seconds` [S], however these scatter.
+
+    NOTE: squared errors are divided by the predicted seconds. The totals then agree, since x times the gradient, which
+    is sum(predicted - measured), is 0 at the optimum. Divided by measured seconds, steps that happened to be fast
+    would count for more, and the prices of a noisy machine would be too low.
+    """
+    predicted, least = np.full(len(seconds), seconds.mean()), 0.01 * seconds.mean()
+    for _ in range(REWEIGHTED):
+        weight = np.maximum(predicted, least) ** -0.5
+        prices = _non_negative(columns * weight[:, None], seconds * weight)
+        predicted = columns @ prices
+    return prices
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
