@@ -102,6 +102,7 @@ def test_validation_judges(capsys, steps):
     code, out, _ = simulate(capsys, "--validate", str(steps), common=())
     assert code == 0
     assert "held-out halves" in out
+    assert "take 1.00 times their median on average (100% of the time)" in out
     code, out, _ = simulate(
         capsys, "--validate", str(steps), "--concurrency", "4", "--policies", "plain", "--json"
     )
@@ -110,6 +111,7 @@ def test_validation_judges(capsys, steps):
     assert not report["within"]
     assert report["runs"]["plain"]["error"] > 0.1
     assert "beforehand" not in report
+    assert report["step_times"] == pytest.approx({"mean_over_median": 1, "share": 1})
 
 
 def test_validation_at_prices_that_were_measured_before(capsys, steps, tmp_path):

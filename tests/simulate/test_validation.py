@@ -20,7 +20,7 @@ from dspark.simulate.recording import (
 )
 from dspark.simulate.simulation import Scenario, run
 from dspark.simulate.traffic import ClosedLoop
-from dspark.simulate.validation import cross_validate, fit_cost, predict, validate_run
+from dspark.simulate.validation import cross_validate, fit_cost, predict, scatter, validate_run
 from dspark.simulate.workload import Lengths, Mix
 
 TRUTH = AdditiveCost(
@@ -96,6 +96,18 @@ def test_the_fit_finds_mean_prices_whatever_the_scatter(users):
     assert abs(predict(decoding, cost).error) < 0.04, (
         "prompts are many rows, and do not move the price of a round"
     )
+
+
+def test_scatter_is_told_of_steps_that_hold_the_same():
+    """20 steps of 1, 1, 1, 5 seconds, 12 of 10, 10, 10, 50 with other rows, and 3 of a third kind that are too few."""
+    seconds = np.array([1.0, 1, 1, 5] * 5 + [10.0, 10, 10, 50] * 3 + [7.0, 8, 90])
+    rows = np.array([1] * 20 + [2] * 12 + [3] * 3)
+    one, none = np.ones(35, dtype=np.int64), np.zeros(35, dtype=np.int64)
+    records = StepRecords(seconds, one, rows, one, none, none, none, one)
+    found = scatter(records)
+    assert found.mean_over_median == pytest.approx((40 + 240) / (20 + 120))
+    assert found.share == pytest.approx(280 / 385)
+    assert scatter(replace(records, drafted=np.arange(35))) is None, "no two steps have as many drafts"
 
 
 def test_wrong_prices_are_found_out(engine_log):

@@ -20,10 +20,20 @@ from dspark.simulate.policies import PolicyFactory
 from dspark.simulate.recording import StepRecords
 from dspark.simulate.simulation import Scenario, run
 
-__all__ = ["Prediction", "RunValidation", "cross_validate", "fit_cost", "predict", "validate_run"]
+__all__ = [
+    "Prediction",
+    "RunValidation",
+    "Scatter",
+    "cross_validate",
+    "fit_cost",
+    "predict",
+    "scatter",
+    "validate_run",
+]
 
 KNOTS = 6  # of the price of rows
 REWEIGHTED = 10  # times
+ALIKE = 8  # steps of a shape, at least, that have a median worth the name
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,33 @@ class RunValidation:
 
     def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "within": self.within}
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """How much longer steps take on average than in the median, among steps that hold the same.
+
+    Tokens per second follow the mean: prices that are medians promise `mean_over_median` times as many.
+    """
+
+    mean_over_median: float  # of every shape's steps, weighted by time
+    share: float  # of the recorded time, in shapes with `ALIKE` steps or more
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def scatter(records: StepRecords) -> Scatter | None:
+    """Of steps with the same rows, requests and drafts, all shapes pooled; None where no shape has enough steps."""
+    rows = records.query_tokens + records.scheduled
+    held = np.column_stack((rows, records.requests, records.drafted))
+    _, shape, count = np.unique(held, axis=0, return_inverse=True, return_counts=True)
+    alike = [records.seconds[shape.ravel() == k] for k in np.flatnonzero(count >= ALIKE)]
+    if not alike:
+        return None
+    took = sum(float(seconds.sum()) for seconds in alike)
+    at_medians = sum(len(seconds) * float(np.median(seconds)) for seconds in alike)
+    return Scatter(took / at_medians, took / float(records.seconds.sum()))
 
 
 def predict(records: StepRecords, cost: CostModel) -> Prediction:
