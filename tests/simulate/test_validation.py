@@ -19,7 +19,7 @@ from dspark.simulate.recording import (
     write_steps,
 )
 from dspark.simulate.simulation import Scenario, run
-from dspark.simulate.traffic import ClosedLoop
+from dspark.simulate.traffic import ClosedLoop, OpenLoop, Poisson
 from dspark.simulate.validation import cross_validate, fit_cost, predict, scatter, validate_run
 from dspark.simulate.workload import Lengths, Mix
 
@@ -125,6 +125,32 @@ def test_a_drafter_that_is_worse_than_assumed_is_found_out(engine_log):
     found = validate_run(engine_log, scenario(alpha=0.95), lambda: FixedLength(4), (0, 1), 0.1)
     assert not found.within
     assert found.error > 0.1
+
+
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+def test_a_run_is_held_to_the_phase_that_was_recorded(warmup):
+    """Sixty steps of a run, from its start or from the first second on, with the prompts that they hold."""
+    mix = Mix.parse("any", Lengths.parse("50"), Lengths.parse("40"))
+    acceptance = SyntheticAcceptance({"any": Domain((0.7,) * 4)})
+    real = Scenario(
+        traffic=ClosedLoop(12, mix), acceptance=acceptance, cost=TRUTH, warmup_s=warmup, duration_s=30
+    )
+    log = run(real, FixedLength(4), seed=3)
+    first = int(np.searchsorted(log.step("start"), warmup))
+    names = [f.name for f in fields(StepRecords)]
+    columns = {name: log.step(name)[first : first + 60] for name in names}
+    records = StepRecords(**columns)
+    found = validate_run(records, real, lambda: FixedLength(4), (3,))
+    assert found.error == pytest.approx(0, abs=1e-9)
+    later = validate_run(records, replace(real, warmup_s=warmup + 1), lambda: FixedLength(4), (3,))
+    assert abs(later.error) > 1e-3, "another phase, another speed"
+
+
+def test_a_simulation_without_a_step_is_refused(engine_log):
+    mix = Mix.parse("any", Lengths.parse("50"), Lengths.parse("40"))
+    idle = replace(scenario(), traffic=OpenLoop(Poisson(1e-9), mix))
+    with pytest.raises(DSparkError, match="raise the load"):
+        validate_run(engine_log[:20], idle, lambda: FixedLength(4), (0,))
 
 
 def test_records_survive_a_file(engine_log, tmp_path):

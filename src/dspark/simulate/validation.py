@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from dspark.errors import DSparkError
+from dspark.schedule.base import Policy
 from dspark.schedule.cost import AdditiveCost, ContextCost, CostModel, DraftCost
 from dspark.simulate.intervals import Interval, interval
-from dspark.simulate.metrics import summarise
 from dspark.simulate.policies import PolicyFactory
 from dspark.simulate.recording import StepRecords
 from dspark.simulate.simulation import Scenario, run
@@ -33,6 +33,7 @@ __all__ = [
 
 KNOTS = 6  # of the price of rows
 REWEIGHTED = 10  # times
+LONGEST = 2.0  # times the recorded seconds: what takes longer is further off than anyone asks
 ALIKE = 8  # steps of a shape, at least, that have a median worth the name
 
 
@@ -124,9 +125,10 @@ def validate_run(
 ) -> RunValidation:
     """Simulate the scenario that was recorded; within `tolerance` of the measured tokens/s or not.
 
-    The records should hold the same phase that the scenario measures: past its warm-up, before its traffic ends.
+    Both are held to the same phase: behind the scenario's warm-up (0 where the records begin with the traffic) the
+    simulation goes on until it has delivered as many tokens as were recorded.
     """
-    runs = [summarise(run(scenario, make(), seed), scenario).tokens_per_s for seed in seeds]
+    runs = [_same_tokens(records, scenario, make(), seed) for seed in seeds]
     simulated = interval(runs, confidence)
     measured = records.tokens_per_s
     return RunValidation(measured, simulated, simulated.mean / measured - 1, tolerance)
@@ -167,6 +169,20 @@ def fit_cost(records: StepRecords) -> AdditiveCost:
         DraftCost(draft, drafted_for, each),
         ContextCost(per_position=position),
     )
+
+
+def _same_tokens(records: StepRecords, scenario: Scenario, policy: Policy, seed: int) -> float:
+    """Simulated tokens/s until as many were delivered as recorded, for `LONGEST` times the recorded seconds at most."""
+    longest = LONGEST * float(records.seconds.sum())
+    log = run(replace(scenario, duration_s=longest, drain_s=0.0), policy, seed)
+    counted = log.step("start") >= scenario.warmup_s
+    tokens, seconds = log.step("tokens")[counted].cumsum(), log.step("seconds")[counted].cumsum()
+    if not len(tokens):
+        raise DSparkError(
+            f"nothing was simulated behind a warm-up of {scenario.warmup_s:g} s: shorten it, or raise the load"
+        )
+    last = min(int(np.searchsorted(tokens, records.tokens.sum())), len(tokens) - 1)
+    return float(tokens[last] / seconds[last])
 
 
 def _prices(records: StepRecords, cost: CostModel) -> np.ndarray:
