@@ -14,7 +14,9 @@ shipped drafter are.
 
 Errors of tokens/s, twice each: at the prices measured before, which know nothing of the run, and at prices fitted to
 its own steps. `run`: of the whole simulation. `prices`: given what each recorded step held; fitted prices come from one
-half of the steps and predict the other. `scatter`: step times' mean over their median, among steps that hold the same.
+half of the steps and predict the other. In brackets the slowest and the fastest simulated run: `auto` may settle on the
+first answers of a short run, and the engine's is one draw of these. `scatter`: step times' mean over their median,
+among steps that hold the same.
 """
 
 from __future__ import annotations
@@ -191,7 +193,8 @@ def row(users: int, policy: str, report: dict[str, Any]) -> str:
     """A line of the table."""
     before = report["beforehand"]
     [run], [fitted] = before["runs"].values(), report["runs"].values()
-    speeds = f"{run['measured_tokens_per_s']:.1f} | {run['simulated_tokens_per_s']['mean']:.1f}"
+    simulated = f"{run['simulated_tokens_per_s']['mean']:.1f} ({run['slowest']:.1f} to {run['fastest']:.1f})"
+    speeds = f"{run['measured_tokens_per_s']:.1f} | {simulated}"
     errors = (run["error"], before["prices"]["error"], fitted["error"], report["prices"]["error"])
     found = report["step_times"]
     scatter = "-" if found is None else f"{found['mean_over_median']:.2f}"

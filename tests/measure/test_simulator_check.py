@@ -50,13 +50,18 @@ def test_rounds_of_the_runs_temperature_are_taken(check, tmp_path):
 
 
 def test_a_line_tells_errors_at_both_prices_and_the_scatter(check):
-    run = {"measured_tokens_per_s": 200.0, "simulated_tokens_per_s": {"mean": 210.0}}
+    run = {
+        "measured_tokens_per_s": 200.0,
+        "simulated_tokens_per_s": {"mean": 210.0},
+        "slowest": 190.0,
+        "fastest": 230.0,
+    }
     report = {
         "runs": {"plain": {**run, "error": 0.01}},
         "prices": {"error": 0.02},
         "beforehand": {"runs": {"plain": {**run, "error": 0.05}}, "prices": {"error": 0.04}},
         "step_times": {"mean_over_median": 1.08},
     }
-    line = "| 4 | plain | 200.0 | 210.0 | +5.0% | +4.0% | +1.0% | +2.0% | {} |"
+    line = "| 4 | plain | 200.0 | 210.0 (190.0 to 230.0) | +5.0% | +4.0% | +1.0% | +2.0% | {} |"
     assert check.row(4, "plain", report) == line.format("1.08")
     assert check.row(4, "plain", {**report, "step_times": None}) == line.format("-")

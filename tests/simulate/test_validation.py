@@ -119,6 +119,7 @@ def test_a_whole_run_is_predicted(engine_log):
     found = validate_run(engine_log, scenario(fit_cost(engine_log)), lambda: FixedLength(4), (0, 1), 0.1)
     assert found.within
     assert abs(found.error) < 0.06
+    assert found.slowest < found.simulated_tokens_per_s.mean < found.fastest
 
 
 def test_a_drafter_that_is_worse_than_assumed_is_found_out(engine_log):

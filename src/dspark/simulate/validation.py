@@ -58,6 +58,8 @@ class RunValidation:
 
     measured_tokens_per_s: float
     simulated_tokens_per_s: Interval
+    slowest: float  # of the simulated runs, tokens/s: a measured one is one draw of these, too
+    fastest: float
     error: float  # relative, of the mean over seeds
     tolerance: float
 
@@ -131,7 +133,8 @@ def validate_run(
     runs = [_same_tokens(records, scenario, make(), seed) for seed in seeds]
     simulated = interval(runs, confidence)
     measured = records.tokens_per_s
-    return RunValidation(measured, simulated, simulated.mean / measured - 1, tolerance)
+    error = simulated.mean / measured - 1
+    return RunValidation(measured, simulated, min(runs), max(runs), error, tolerance)
 
 
 def fit_cost(records: StepRecords) -> AdditiveCost:
