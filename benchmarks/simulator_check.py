@@ -1,18 +1,22 @@
 """Does the simulator predict the real engine? Closed loops of both, over concurrency.
 
-    python benchmarks/simulator_check.py --rounds calibration.rounds.safetensors [--concurrency 1,2,4,8,16,32]
+    python benchmarks/simulator_check.py [--rounds calibration.rounds.safetensors] [--concurrency 1,2,4,8,16,32]
         [--policies plain,fixed:2,auto] [--temperature 0] [--requests 3] [--max-tokens 64] [--profile-seconds 15]
         [--threads N] [--json PATH]
 
-Prices are measured first, as `dspark profile` does. Then so many users send one request behind the other, to an engine
-with each policy, and every step is recorded. `dspark simulate --validate --machine` simulates the same traffic with a
-fresh policy, and with the acceptance of those of `--rounds` that `dspark calibrate` recorded at that temperature.
-Prompts are cut to one length and answers go on to `--max-tokens`, as the simulated ones do. Policies decide by the
-measured prices, in the engine and in the simulation; confidences are calibrated as those of the shipped drafter are.
+What the simulation rests on is measured first: how drafts fare (every second built-in prompt, all drafts verified), and
+prices (as `dspark profile` does). Then so many users send the other prompts one behind the other, to an engine with
+each policy, and every step is recorded. `dspark simulate --validate --machine` simulates as many tokens of the same
+traffic with a fresh policy. Prompts are cut to one length and answers go on to `--max-tokens`, on all sides. With
+`--rounds`, rounds are those of that file (of `dspark calibrate`) at the run's temperature, and all prompts are sent.
+Policies decide by the measured prices, in the engine and in the simulation; confidences are calibrated as those of the
+shipped drafter are.
 
 Errors of tokens/s, twice each: at the prices measured before, which know nothing of the run, and at prices fitted to
 its own steps. `run`: of the whole simulation. `prices`: given what each recorded step held; fitted prices come from one
-half of the steps and predict the other.
+half of the steps and predict the other. In brackets the slowest and the fastest simulated run: `auto` may settle on the
+first answers of a short run, and the engine's is one draw of these. `scatter`: step times' mean over their median,
+among steps that hold the same.
 """
 
 from __future__ import annotations
@@ -32,9 +36,10 @@ import torch
 
 from dspark import LLM, SamplingParams
 from dspark.calibrate.calibration import Calibration
+from dspark.calibrate.collect import Job, collect
 from dspark.calibrate.formats import CALIBRATION_FILE, load_calibration
-from dspark.calibrate.jobs import drafter_directory
-from dspark.calibrate.rounds import load_rounds, save_rounds
+from dspark.calibrate.jobs import drafter_directory, source_of
+from dspark.calibrate.rounds import Answer, Rounds, load_rounds, save_rounds
 from dspark.cli import main as dspark
 from dspark.data import load_prompts
 from dspark.engine.config import EngineConfig
@@ -43,10 +48,20 @@ from dspark.profile import Profile, ProfileSettings, fingerprint, measure_profil
 from dspark.simulate import StepRecorder, machine, policy_factory, record_closed_loop, write_steps
 
 SHORTEST = 40  # prompts of fewer tokens are left out; the others are cut to the shortest of them
+AT_LEAST = 24  # requests of a cell: answers differ in how well they can be drafted
 TABLE = (
-    "| users | policy | measured tokens/s | simulated | run | prices | run, fitted | prices, fitted |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| users | policy | measured tokens/s | simulated | run | prices | run, fitted | prices, fitted | scatter |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A built-in prompt, cut to the length of all."""
+
+    id: str
+    domain: str
+    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,7 @@ class Inputs:
     """What the engine and the simulation share. Files lie in one temporary folder."""
 
     gamma: int
+    traffic: list[Cut]
     rounds: Path  # at the temperature of the run alone
     profile: Path
     calibration_file: Path | None
@@ -64,11 +80,11 @@ class Inputs:
 
 
 def prepare(llm: LLM, users: int, args: argparse.Namespace, directory: Path) -> Inputs:
-    """Measure prices for up to `users` users, and choose the rounds."""
-    recorded = load_rounds(args.rounds)
-    chosen = recorded.of_answers([answer.temperature == args.temperature for answer in recorded.answers])
-    if not len(chosen):
-        raise SystemExit(f"{args.rounds} has no rounds at temperature {args.temperature:g}: record some")
+    """Choose or record the rounds, and measure prices for up to `users` users."""
+    cut = prompts(llm)
+    chosen, traffic = known_rounds(args), cut
+    if chosen is None:
+        chosen, traffic = record_rounds(llm, cut[::2], args), cut[1::2]
     target, drafter, source = llm.engine.target, llm.engine.drafter, chosen.source
     calibration = drafter_directory(None, target.identity) / CALIBRATION_FILE
     if calibration.is_file():  # refused now rather than behind a measurement
@@ -77,6 +93,7 @@ def prepare(llm: LLM, users: int, args: argparse.Namespace, directory: Path) -> 
         )
     inputs = Inputs(
         source.gamma,
+        traffic,
         directory / "rounds.safetensors",
         directory / "profile.json",
         calibration if calibration.is_file() else None,
@@ -88,10 +105,40 @@ def prepare(llm: LLM, users: int, args: argparse.Namespace, directory: Path) -> 
     return inputs
 
 
-def prompts(llm: LLM) -> list[list[int]]:
-    ids = [llm.tokenizer.apply_chat_template(prompt.messages) for prompt in load_prompts()]
-    ids = [prompt for prompt in ids if len(prompt) >= SHORTEST]
-    return [prompt[: min(map(len, ids))] for prompt in ids]
+def known_rounds(args: argparse.Namespace) -> Rounds | None:
+    """Those of `--rounds` at the temperature of the run; None: there is no file."""
+    if args.rounds is None:
+        return None
+    recorded = load_rounds(args.rounds)
+    chosen = recorded.of_answers([answer.temperature == args.temperature for answer in recorded.answers])
+    if not len(chosen):
+        raise SystemExit(f"{args.rounds} has no rounds at temperature {args.temperature:g}: record some")
+    return chosen
+
+
+def record_rounds(llm: LLM, cut: list[Cut], args: argparse.Namespace) -> Rounds:
+    """Answers of the traffic's length to these prompts, every draft of the drafter verified."""
+    engine = llm.engine
+    source = source_of(engine, drafter_directory(None, engine.target.identity), args.model)
+    jobs = [
+        Job(Answer(prompt.id, prompt.domain, args.temperature), prompt.ids, params(i, args))
+        for i, prompt in enumerate(cut)
+    ]
+    return Rounds.join(list(collect(engine, jobs, source)))
+
+
+def prompts(llm: LLM) -> list[Cut]:
+    """The built-in prompts of `SHORTEST` tokens or more, cut to the shortest of these; domains take turns."""
+    encoded = [(prompt, llm.tokenizer.apply_chat_template(prompt.messages)) for prompt in load_prompts()]
+    encoded = [(prompt, ids) for prompt, ids in encoded if len(ids) >= SHORTEST]
+    length = min(len(ids) for _, ids in encoded)
+    return [Cut(prompt.id, prompt.domain, ids[:length]) for prompt, ids in encoded]
+
+
+def params(seed: int, args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=seed
+    )
 
 
 def record(llm: LLM, users: int, policy: str, inputs: Inputs, args: argparse.Namespace, path: Path) -> None:
@@ -108,19 +155,14 @@ def record(llm: LLM, users: int, policy: str, inputs: Inputs, args: argparse.Nam
         EngineConfig(max_num_seqs=users),
         calibrate=None if calibration is None else calibration.conditional,
     )
-    ids = prompts(llm)
     requests: list[Callable[[], object]] = []
-    for i in range(users * args.requests + 2):
-        params = SamplingParams(
-            temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=i
-        )
-        requests.append(partial(engine.add, ids[i % len(ids)], params))
+    for i in range(max(users * args.requests, AT_LEAST)):
+        prompt = inputs.traffic[i % len(inputs.traffic)]
+        requests.append(partial(engine.add, prompt.ids, params(i, args)))
     write_steps(record_closed_loop(engine, recorder, requests, users), path)
 
 
-def validate(
-    path: Path, users: int, policy: str, prompt_tokens: int, inputs: Inputs, args: argparse.Namespace
-) -> dict[str, Any]:
+def validate(path: Path, users: int, policy: str, inputs: Inputs, args: argparse.Namespace) -> dict[str, Any]:
     """What `dspark simulate --validate` says of the recorded steps."""
     command = [
         "simulate",
@@ -137,8 +179,8 @@ def validate(
         command += ["--calibration", str(inputs.calibration_file)]
     if args.temperature == 0:
         command.append("--greedy")
-    command += ["--prompt-tokens", str(prompt_tokens), "--output-tokens", str(args.max_tokens)]
-    command += ["--duration", "20", "--warmup", "2", "--seeds", "2"]
+    command += ["--prompt-tokens", str(len(inputs.traffic[0].ids)), "--output-tokens", str(args.max_tokens)]
+    command += ["--known-end", "--seeds", "8"]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = dspark(command)
@@ -151,16 +193,22 @@ def row(users: int, policy: str, report: dict[str, Any]) -> str:
     """A line of the table."""
     before = report["beforehand"]
     [run], [fitted] = before["runs"].values(), report["runs"].values()
-    speeds = f"{run['measured_tokens_per_s']:.1f} | {run['simulated_tokens_per_s']['mean']:.1f}"
+    simulated = f"{run['simulated_tokens_per_s']['mean']:.1f} ({run['slowest']:.1f} to {run['fastest']:.1f})"
+    speeds = f"{run['measured_tokens_per_s']:.1f} | {simulated}"
     errors = (run["error"], before["prices"]["error"], fitted["error"], report["prices"]["error"])
-    return f"| {users} | {policy} | {speeds} | " + " | ".join(f"{error:+.1%}" for error in errors) + " |"
+    found = report["step_times"]
+    scatter = "-" if found is None else f"{found['mean_over_median']:.2f}"
+    figures = " | ".join(f"{error:+.1%}" for error in errors)
+    return f"| {users} | {policy} | {speeds} | {figures} | {scatter} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=Path, required=True, help="recorded by dspark calibrate")
+    parser.add_argument(
+        "--rounds", type=Path, help="recorded by dspark calibrate; default: of half of the prompts, here"
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--concurrency", default="1,2,4,8,16,32")
     parser.add_argument("--policies", default="plain,fixed:2,auto")
@@ -178,7 +226,7 @@ def main() -> None:
     users = [int(part) for part in args.concurrency.split(",")]
     drafting = {"method": "dspark", "policy": "fixed"}
     llm = LLM(args.model, speculative_config=drafting, max_num_seqs=max(users))
-    length, cells = len(prompts(llm)[0]), []
+    cells = []
     with tempfile.TemporaryDirectory() as directory:
         inputs = prepare(llm, max(users), args, Path(directory))
         path = Path(directory) / "steps.jsonl"
@@ -186,7 +234,7 @@ def main() -> None:
         for count in users:
             for policy in args.policies.split(","):
                 record(llm, count, policy, inputs, args, path)
-                report = validate(path, count, policy, length, inputs, args)
+                report = validate(path, count, policy, inputs, args)
                 cells.append({"users": count, "policy": policy, **report})
                 print(row(count, policy, report), flush=True)
     if args.json is not None:

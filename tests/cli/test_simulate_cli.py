@@ -8,7 +8,8 @@ import pytest
 from dspark.cli import main
 
 SHORT = ("--duration", "2", "--warmup", "0.5", "--seeds", "2")
-FAST = (*SHORT, "--output-tokens", "30", "--prompt-tokens", "20")
+LENGTHS = ("--output-tokens", "30", "--prompt-tokens", "20")
+FAST = (*SHORT, *LENGTHS)
 
 
 def simulate(capsys, *args, common=FAST):
@@ -102,14 +103,25 @@ def test_validation_judges(capsys, steps):
     code, out, _ = simulate(capsys, "--validate", str(steps), common=())
     assert code == 0
     assert "held-out halves" in out
-    code, out, _ = simulate(
-        capsys, "--validate", str(steps), "--concurrency", "4", "--policies", "plain", "--json"
-    )
+    assert "take 1.00 times their median on average (100% of the time)" in out
+    run = ("--validate", str(steps), "--concurrency", "4", "--policies", "plain", "--json")
+    code, out, _ = simulate(capsys, *run, common=LENGTHS)
     report = json.loads(out)
     assert code == 1  # the recorded run had fewer users most of the time
     assert not report["within"]
     assert report["runs"]["plain"]["error"] > 0.1
     assert "beforehand" not in report
+    assert report["step_times"] == pytest.approx({"mean_over_median": 1, "share": 1})
+
+
+def test_an_end_that_is_known_spares_the_drafts_behind_it(capsys):
+    run = ("--concurrency", "2", "--policies", "fixed:5", "--output-tokens", "3", "--json")
+    drafted = []
+    for known in ((), ("--known-end",)):
+        [cell] = json.loads(simulate(capsys, *run, *known)[1])["cells"]
+        drafted.append(cell["metrics"]["drafted_per_round"]["mean"])
+    assert drafted[0] == 5
+    assert drafted[1] <= 1, "behind the first of 3 tokens there is room for one draft"
 
 
 def test_validation_at_prices_that_were_measured_before(capsys, steps, tmp_path):
@@ -124,12 +136,12 @@ def test_validation_at_prices_that_were_measured_before(capsys, steps, tmp_path)
         assert report["beforehand"]["prices"]["error"] == pytest.approx(error, abs=1e-6)
         assert abs(report["prices"]["error"]) < 0.01, "fitted prices are right whatever the profile says"
     run = ("--validate", str(steps), "--machine", str(wrong), "--concurrency", "4", "--policies", "plain")
-    report = json.loads(simulate(capsys, *run, "--json")[1])
+    report = json.loads(simulate(capsys, *run, "--json", common=LENGTHS)[1])
     speed, at_wrong = (
         each["runs"]["plain"]["simulated_tokens_per_s"]["mean"] for each in (report, report["beforehand"])
     )
     assert at_wrong == pytest.approx(0.5 * speed, rel=0.05)
-    out = simulate(capsys, *run)[1]
+    out = simulate(capsys, *run, common=LENGTHS)[1]
     assert "| simulated at fitted prices, plain |" in out
     assert "| simulated at wrong.json, plain |" in out
 
@@ -176,6 +188,7 @@ TRACE, STEPS = ("--trace", "/nowhere.csv"), ("--validate", "/nowhere.jsonl")
         (("--capacity", "30", "--figures", "x"), "--figures is of use only for a sweep or --hindsight"),
         (("--hindsight", "--rate", "1"), "--rate is of use only without --hindsight"),
         (("--hindsight", "--duration", "60"), "--duration is of use only without --hindsight"),
+        ((*STEPS, "--duration", "20"), "--duration is of use only without --validate"),
         ((*STEPS, "--greedy"), "--greedy is of use only if --validate also gets --concurrency"),
         ((*STEPS, "--concurrency", "1,4"), "the one load that was recorded"),
         (("--no-confidence", "--confidence-noise", "1"), "only without --no-confidence"),

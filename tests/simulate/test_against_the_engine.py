@@ -16,12 +16,30 @@ from dspark.testing import ScriptedDrafter, TableTarget
 from dspark.testing.scripted import _argmax
 
 GAMMA = 4
+
+
+class Rests(FixedLength):
+    """Drafts for a round, then rests for three, twelve rounds before the next trial as far as it tells."""
+
+    def __init__(self):
+        super().__init__(GAMMA)
+        object.__setattr__(self, "rounds", [])
+
+    def draft_lengths(self, state):
+        self.rounds.append(state.num_requests)
+        return super().draft_lengths(state) if len(self.rounds) % 4 == 1 else np.zeros_like(state.room)
+
+    def rests(self, num_requests):
+        return 0 if len(self.rounds) % 4 == 1 else 12
+
+
 COST = TableCost((1, 4, 8, 16, 64), (1.0, 1.05, 1.4, 3.0, 13.0), draft=DraftCost(0.02, 0.0, 0.002))
 POLICIES = {
     "plain": lambda: FixedLength(0),
     "fixed": lambda: FixedLength(GAMMA),
     "prefix": lambda: PrefixScheduler(GAMMA, COST),
     "lagged": lambda: LaggedScheduler(GAMMA, COST),
+    "resting": Rests,
 }
 COMPARED = ("requests", "query_tokens", "context", "drafted_requests", "drafted", "scheduled", "tokens")
 CASES = {
@@ -42,7 +60,9 @@ def half_right(target):
         odd = torch.tensor([request.uid % 2 for request in batch.requests])
         return (_argmax(target, batch, drafts) + odd) % target.vocab_size
 
-    return ScriptedDrafter(None, script, GAMMA, confidence=1.0)
+    drafter = ScriptedDrafter(None, script, GAMMA, confidence=1.0)
+    drafter.taps = (0,)  # with something to follow, the engine asks a policy whether it rests
+    return drafter
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,7 +9,7 @@ from dspark.core import DSparkError
 from dspark.simulate.acceptance import Confidence, Domain, SyntheticAcceptance, leading
 from dspark.simulate.presets import acceptance
 from dspark.simulate.quality import measure_quality
-from dspark.simulate.rounds import read_rounds
+from dspark.simulate.rounds import RecordedRounds, read_rounds
 
 SPREAD = {"slot_spread": 1.5, "request_spread": 0.7, "passage_spread": 0.7}
 
@@ -117,11 +117,13 @@ def recorded(tmp_path, suffix, **changes):
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".jsonl"])
-def test_recorded_rounds_are_replayed_in_order(tmp_path, suffix):
+def test_recorded_rounds_are_replayed_from_the_first_on(tmp_path, suffix):
     rounds = read_rounds(recorded(tmp_path, suffix))
     state = rounds.start(("code",), np.zeros(50, dtype=np.int64), np.random.SeedSequence(0))
-    runs = np.stack([state.block(np.arange(50), False).run for _ in range(4)])
-    assert ((runs[1:] - runs[:-1]) % 4 != 0).all()  # 0 1 2 3 0 1, or back to the request's first round
+    runs = np.stack([state.block(np.arange(50), False).run for _ in range(12)], axis=1)
+    for run in runs.tolist():  # ten rounds each: 30 to 39, 40 to 49, 50 to 59 of the file
+        assert run[10:] == run[:2], "it starts over"
+        assert run[:10] in ([round % 4 for round in range(first, first + 10)] for first in (30, 40, 50))
     survival = state.block(np.arange(50), True).survival
     assert (np.isin(survival, rounds.confidence[30:].cumprod(axis=1))).all()
 
@@ -130,8 +132,17 @@ def test_recorded_means_are_kept(tmp_path):
     path = recorded(tmp_path, ".npz")
     rounds = read_rounds(path)
     for domain, part in (("chat", slice(0, 30)), ("code", slice(30, 60))):
-        found = measure_quality(rounds, domain, requests=500)
-        assert found.accepted_length == pytest.approx(1 + rounds.accepted[part].mean(), abs=0.05)
+        found = measure_quality(rounds, domain)
+        assert found.accepted_length == pytest.approx(1 + rounds.accepted[part].mean())
+
+
+def test_simulated_answers_spend_their_rounds_as_the_recorded_ones_did():
+    """Two answers of 12 tokens: in 12 rounds of one token, and in 3 of four."""
+    accepted, request = np.array([0] * 12 + [3] * 3), np.array([0] * 12 + [1] * 3)
+    rounds = RecordedRounds(3, accepted, None, request, np.full(15, "any"))
+    state = rounds.start(("any",), np.zeros(2000, dtype=np.int64), np.random.SeedSequence(0))
+    hard = state.block(np.arange(2000), False).run == 0
+    assert hard.mean() == pytest.approx(0.5, abs=0.05), "as many tokens, hence as many requests"
 
 
 def test_rounds_of_the_calibration_are_read(tmp_path):

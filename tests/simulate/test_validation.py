@@ -19,8 +19,8 @@ from dspark.simulate.recording import (
     write_steps,
 )
 from dspark.simulate.simulation import Scenario, run
-from dspark.simulate.traffic import ClosedLoop
-from dspark.simulate.validation import cross_validate, fit_cost, predict, validate_run
+from dspark.simulate.traffic import ClosedLoop, OpenLoop, Poisson
+from dspark.simulate.validation import cross_validate, fit_cost, predict, scatter, validate_run
 from dspark.simulate.workload import Lengths, Mix
 
 TRUTH = AdditiveCost(
@@ -76,6 +76,40 @@ def test_the_fit_finds_the_prices_of_a_run_without_noise():
     assert predict(records, fit_cost(records)).step_error_p90 < 1e-3
 
 
+@pytest.mark.parametrize("users", [1, 8])
+def test_the_fit_finds_mean_prices_whatever_the_scatter(users):
+    """Times with a coefficient of variation of 0.4, a prompt of 40 tokens in every 64th step of a user, and a curve of
+    rows that no convex one fits."""
+    rng = np.random.default_rng(2)
+    n = 2000
+    prompts = rng.binomial(users, 1 / 64, n)
+    query, context = users + 39 * prompts, rng.integers(40 * users, 104 * users, n)
+    mean = 4e-3 + 1e-3 * np.minimum(query, 24) + 5e-4 * np.maximum(query - 24, 0)
+    spread = np.sqrt(np.log1p(0.4**2))
+    seconds = mean * rng.lognormal(-(spread**2) / 2, spread, n)
+    constant, none = np.full(n, users), np.zeros(n, dtype=np.int64)
+    records = StepRecords(seconds, constant, query, context, none, none, none, constant)
+    cost = fit_cost(records)
+    assert abs(predict(records, cost).error) < 1e-4
+    assert abs(cross_validate(records).error) < 0.04
+    decoding = replace(records, seconds=mean)[prompts == 0]
+    assert abs(predict(decoding, cost).error) < 0.04, (
+        "prompts are many rows, and do not move the price of a round"
+    )
+
+
+def test_scatter_is_told_of_steps_that_hold_the_same():
+    """20 steps of 1, 1, 1, 5 seconds, 12 of 10, 10, 10, 50 with other rows, and 3 of a third kind that are too few."""
+    seconds = np.array([1.0, 1, 1, 5] * 5 + [10.0, 10, 10, 50] * 3 + [7.0, 8, 90])
+    rows = np.array([1] * 20 + [2] * 12 + [3] * 3)
+    one, none = np.ones(35, dtype=np.int64), np.zeros(35, dtype=np.int64)
+    records = StepRecords(seconds, one, rows, one, none, none, none, one)
+    found = scatter(records)
+    assert found.mean_over_median == pytest.approx((40 + 240) / (20 + 120))
+    assert found.share == pytest.approx(280 / 385)
+    assert scatter(replace(records, drafted=np.arange(35))) is None, "no two steps have as many drafts"
+
+
 def test_wrong_prices_are_found_out(engine_log):
     wrong = TableCost((1, 64), (0.1, 0.11))
     assert predict(engine_log, wrong).step_error_median > 0.2
@@ -85,12 +119,39 @@ def test_a_whole_run_is_predicted(engine_log):
     found = validate_run(engine_log, scenario(fit_cost(engine_log)), lambda: FixedLength(4), (0, 1), 0.1)
     assert found.within
     assert abs(found.error) < 0.06
+    assert found.slowest < found.simulated_tokens_per_s.mean < found.fastest
 
 
 def test_a_drafter_that_is_worse_than_assumed_is_found_out(engine_log):
     found = validate_run(engine_log, scenario(alpha=0.95), lambda: FixedLength(4), (0, 1), 0.1)
     assert not found.within
     assert found.error > 0.1
+
+
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+def test_a_run_is_held_to_the_phase_that_was_recorded(warmup):
+    """Sixty steps of a run, from its start or from the first second on, with the prompts that they hold."""
+    mix = Mix.parse("any", Lengths.parse("50"), Lengths.parse("40"))
+    acceptance = SyntheticAcceptance({"any": Domain((0.7,) * 4)})
+    real = Scenario(
+        traffic=ClosedLoop(12, mix), acceptance=acceptance, cost=TRUTH, warmup_s=warmup, duration_s=30
+    )
+    log = run(real, FixedLength(4), seed=3)
+    first = int(np.searchsorted(log.step("start"), warmup))
+    names = [f.name for f in fields(StepRecords)]
+    columns = {name: log.step(name)[first : first + 60] for name in names}
+    records = StepRecords(**columns)
+    found = validate_run(records, real, lambda: FixedLength(4), (3,))
+    assert found.error == pytest.approx(0, abs=1e-9)
+    later = validate_run(records, replace(real, warmup_s=warmup + 1), lambda: FixedLength(4), (3,))
+    assert abs(later.error) > 1e-3, "another phase, another speed"
+
+
+def test_a_simulation_without_a_step_is_refused(engine_log):
+    mix = Mix.parse("any", Lengths.parse("50"), Lengths.parse("40"))
+    idle = replace(scenario(), traffic=OpenLoop(Poisson(1e-9), mix))
+    with pytest.raises(DSparkError, match="raise the load"):
+        validate_run(engine_log[:20], idle, lambda: FixedLength(4), (0,))
 
 
 def test_records_survive_a_file(engine_log, tmp_path):

@@ -28,7 +28,7 @@ _DEFAULTS: dict[str, Any] = {
 _SERVING = (
     "rate", "trace", "arrivals", "speed", "think", "mix", "prompt_tokens", "output_tokens",
     "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens", "max_model_len",
-    "duration", "warmup", "seeds", "confidence",
+    "known_end", "duration", "warmup", "seeds", "confidence",
 )  # fmt: skip
 # What prices that are fitted to recorded steps do without.
 _SIMULATED = (
@@ -112,12 +112,15 @@ def _add_engine_options(group: Any) -> None:
     _option(group, "max-num-batched-tokens", int, "N", "rows of a pass at most")
     _option(group, "kv-cache-tokens", int, "N", "default: memory never runs out")
     _option(group, "max-model-len", int, "N", "longest prompt and answer")
+    group.add_argument(
+        "--known-end", action="store_true", help="answers end by max_tokens: nothing is drafted past it"
+    )
     _option(group, "overhead-ms", float, "MS", "added to every step")
 
 
 def _add_run_options(group: Any) -> None:
     _option(group, "duration", float, "S", "simulated and measured")
-    _option(group, "warmup", float, "S", "before it, not measured")
+    _option(group, "warmup", float, "S", "before it, not measured; with --validate: before the records (0)")
     _option(group, "seeds", int, "N", "runs of each cell")
     _option(group, "seed", int, "N", "the first of them")
     _option(group, "confidence", float, "P", "of intervals")
@@ -146,6 +149,8 @@ def settle(args: argparse.Namespace) -> None:
     _refuse_unused(args)
     if args.hindsight and args.policies is None:
         args.policies = _HINDSIGHT_POLICIES
+    if args.validate is not None and args.warmup is None:
+        args.warmup = 0.0
     for name, default in _DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
@@ -172,6 +177,7 @@ def _uses(args: argparse.Namespace) -> list[tuple[tuple[str, ...], bool, str]]:
     recorded_prices = args.validate is not None and args.concurrency is None
     return [
         (_SERVING, not args.hindsight, "without --hindsight, which replays rounds and serves no requests"),
+        (("duration",), args.validate is None, "without --validate, which simulates the recorded tokens"),
         (
             _SIMULATED,
             not recorded_prices,

@@ -73,7 +73,7 @@ def run_validate(args: argparse.Namespace, setup: Setup, beforehand: Machine | N
     """
     from dspark.simulate.recording import read_steps
     from dspark.simulate.report import validation_markdown
-    from dspark.simulate.validation import cross_validate, fit_cost, predict
+    from dspark.simulate.validation import cross_validate, fit_cost, predict, scatter
 
     records = read_steps(args.validate)
     priced: dict[str, tuple[Prediction, CostModel]] = {"fitted": (cross_validate(records), fit_cost(records))}
@@ -93,11 +93,16 @@ def run_validate(args: argparse.Namespace, setup: Setup, beforehand: Machine | N
         }
         for name, (prices, _) in priced.items()
     }
-    results: dict[str, Any] = {"within": within, **tables["fitted"]}
+    scattered = scatter(records)
+    results: dict[str, Any] = {
+        "within": within,
+        "step_times": None if scattered is None else scattered.as_dict(),
+        **tables["fitted"],
+    }
     if beforehand is not None:
         results["beforehand"] = {"machine": beforehand.name, **tables[beforehand.name]}
     found = {name: (prices, runs[name]) for name, (prices, _) in priced.items()}
-    _report(args, setup, results, [validation_markdown(found, args.tolerance)])
+    _report(args, setup, results, [validation_markdown(found, args.tolerance, scattered)])
     return 0 if within else 1
 
 

@@ -97,7 +97,8 @@ def read_cost(path: str | Path) -> TableCost | AdditiveCost:
          "draft": {"base": s, "per_request": s, "per_draft": s},
          "context": {"per_position": s, "per_pair": s, "profiled_at": positions}}
 
-    of which the last three may be left out.
+    of which the last three may be left out. `dspark.profile.load_cost_table`, which imports torch, reads all but this
+    last form.
 
     Raises:
         DSparkError: not readable, another form, or prices that cannot be used.

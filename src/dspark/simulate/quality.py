@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from dspark.simulate.acceptance import Acceptance
+from dspark.simulate.rounds import RecordedRounds
 
 __all__ = ["SignalQuality", "measure_quality"]
 
@@ -29,9 +30,13 @@ class SignalQuality:
 def measure_quality(
     acceptance: Acceptance, domain: str, seed: int = 0, requests: int = 400, rounds: int = 50, bins: int = 15
 ) -> SignalQuality:
-    """Draft `rounds` blocks of each of `requests` requests of one domain, all verified in full."""
-    state = acceptance.start((domain,), np.zeros(requests, dtype=np.int64), np.random.SeedSequence(seed))
-    blocks = [state.block(np.arange(requests), True) for _ in range(rounds)]
+    """Draft `rounds` blocks of each of `requests` requests of one domain, all verified in full. Of recorded rounds, all
+    of that domain are taken as they are."""
+    if isinstance(acceptance, RecordedRounds):
+        blocks = [acceptance.recorded(domain)]
+    else:
+        state = acceptance.start((domain,), np.zeros(requests, dtype=np.int64), np.random.SeedSequence(seed))
+        blocks = [state.block(np.arange(requests), True) for _ in range(rounds)]
     run = np.concatenate([block.run for block in blocks])
     slots = np.arange(acceptance.gamma)
     reached, passed = run[:, None] >= slots, run[:, None] > slots  # [N, gamma]

@@ -13,7 +13,7 @@ from dspark.simulate.hindsight import RAW, Comparison
 from dspark.simulate.intervals import Interval
 from dspark.simulate.metrics import METRICS
 from dspark.simulate.sweep import Cell, paired_ratio, speed_at_throughput, throughput_at_speed
-from dspark.simulate.validation import Prediction, RunValidation
+from dspark.simulate.validation import Prediction, RunValidation, Scatter
 
 __all__ = ["capacity_markdown", "frontier_markdown", "sweep_csv", "sweep_markdown", "validation_markdown"]
 
@@ -91,7 +91,9 @@ def capacity_markdown(capacities: Sequence[Capacity], target: ServiceTarget, loa
 
 
 def validation_markdown(
-    found: Mapping[str, tuple[Prediction, Mapping[str, RunValidation]]], tolerance: float
+    found: Mapping[str, tuple[Prediction, Mapping[str, RunValidation]]],
+    tolerance: float,
+    scatter: Scatter | None,
 ) -> str:
     """By prices, `fitted` to the records first: their own error, then one row a policy simulated at them."""
     rows, notes = [], []
@@ -109,6 +111,11 @@ def validation_markdown(
         )
     [steps] = {prices.steps for prices, _ in found.values()}
     head = ["", "measured tokens/s", "predicted tokens/s", "error", f"within {tolerance:.0%}"]
+    if scatter is not None:
+        notes.append(
+            f"Steps that hold the same take {scatter.mean_over_median:.2f} times their median on average "
+            f"({scatter.share:.0%} of the time): prices that are medians promise that much too much speed."
+        )
     return f"{_table(head, rows)}\n\n{steps} steps. {' '.join(notes)}\n"
 
 

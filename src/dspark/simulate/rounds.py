@@ -36,7 +36,8 @@ ANY = "any"  # domain of rounds that name none: it serves every request
 
 @dataclass(frozen=True, eq=False)
 class RecordedRounds:
-    """N rounds of a drafter. A simulated request replays one recorded request of its domain from a random round on.
+    """N rounds of a drafter. A simulated request replays one recorded request of its domain from its first round on,
+    and over again if it is longer.
 
     Raises:
         DSparkError: shapes that do not fit, counts or probabilities out of range, no rounds.
@@ -68,6 +69,12 @@ class RecordedRounds:
     def domain_names(self) -> tuple[str, ...]:
         return tuple(sorted(set(self.domain.tolist())))
 
+    def recorded(self, domain: str) -> Block:
+        """Every round of `domain`, as it was recorded."""
+        own = self.domain == domain
+        survival = None if self.confidence is None else self.confidence[own].cumprod(axis=1)
+        return Block(survival, self.accepted[own])
+
     def start(
         self, domains: tuple[str, ...], domain: np.ndarray, seeds: np.random.SeedSequence
     ) -> AcceptanceState:
@@ -89,14 +96,16 @@ class _Replayed:
         new = np.concatenate(([True], (same[0][1:] != same[0][:-1]) | (same[1][1:] != same[1][:-1])))
         first = np.flatnonzero(new)
         count = np.diff(np.append(first, len(order)))
+        written = np.add.reduceat(self._accepted + 1, first)  # tokens
         self._first, self._count = np.zeros((2, len(domain)), dtype=np.int64)
         for index, name in enumerate(domains):
             groups = np.flatnonzero((same[1][first] == name) | (same[1][first] == ANY))
             mine = np.flatnonzero(domain == index)
-            # By rounds, so that every recorded round is as likely as it was.
-            chosen = rng.choice(groups, len(mine), p=count[groups] / count[groups].sum())
+            # By tokens, so that every recorded round is as likely as it was: a request that is hard to draft takes
+            # more rounds for an answer as it is, and would count twice if it were chosen by rounds.
+            chosen = rng.choice(groups, len(mine), p=written[groups] / written[groups].sum())
             self._first[mine], self._count[mine] = first[chosen], count[chosen]
-        self._at = rng.integers(0, self._count)
+        self._at = np.zeros(len(domain), dtype=np.int64)
 
     def block(self, requests: np.ndarray, with_survival: bool) -> Block:
         rows = self._first[requests] + self._at[requests]

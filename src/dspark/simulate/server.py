@@ -16,7 +16,7 @@ from dspark.schedule.base import ScheduleState
 
 __all__ = ["Limits", "Server", "StepBatch"]
 
-UID, CACHED, COMMITTED, END, HELD, PREFILLING = range(6)  # rows of the slots; HELD counts KV blocks
+UID, CACHED, COMMITTED, END, HELD, PREFILLING, FOLLOWED = range(7)  # rows of the slots; HELD counts KV blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Server:
 
     def __init__(self, limits: Limits, gamma: int, prompt: np.ndarray, output: np.ndarray) -> None:
         self.limits, self.gamma, self._prompt, self._output = limits, gamma, prompt, output
-        self._slots = np.zeros((6, limits.max_num_seqs), dtype=np.int64)
+        self._slots = np.zeros((7, limits.max_num_seqs), dtype=np.int64)
         self._n = 0
         self._blocks = limits.blocks
         self.waiting: deque[int] = deque()
@@ -99,7 +99,16 @@ class Server:
             slots[UID].copy(),
             slots[CACHED].copy(),
         )  # views of the slots would change behind the policy
+        room = np.where(slots[FOLLOWED], room, 0)
         return StepBatch(at, ScheduleState(uids, room, cached, rows, samples), samples, decoding)
+
+    def rest(self, batch: StepBatch, rounds: float) -> None:
+        """No draft for so many rounds: a drafter does not follow this one, unless a request it has followed may go on
+        for longer. See `dspark.schedule.base.Resting`."""
+        slots, at = self._slots, batch.at
+        outlasts = (slots[FOLLOWED, at] > 0) & (self._ends(slots[:, at]) - slots[COMMITTED, at] > rounds)
+        if not outlasts.any():
+            slots[FOLLOWED, at] = 0
 
     def commit(self, batch: StepBatch, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Append accepted drafts and the target's token. Returns delivered tokens [R] and who ended [R] bool."""
@@ -190,18 +199,24 @@ class Server:
                     break
             self._progress.pop(uid, None)
             self.waiting.popleft()
-            self._slots[:, self._n] = (uid, 0, committed, prompt + int(self._output[row]), held, 1)
+            self._slots[:, self._n] = (
+                *(uid, 0, committed, prompt + int(self._output[row]), held),
+                *(1, 1),  # PREFILLING, FOLLOWED
+            )
             self._n += 1
             added.append(min(committed, left))
             left -= added[-1]
         return np.concatenate((rows, np.array(added, dtype=np.int64)))
 
+    def _ends(self, slots: np.ndarray) -> np.ndarray | int:
+        """Tokens of a request at most, as the engine knows them: [R], or the same for all."""
+        return slots[END] if self.limits.known_end else self._edge
+
     def _room(
         self, at: np.ndarray | slice, slots: np.ndarray, rows: np.ndarray, decoding: np.ndarray
     ) -> np.ndarray:
         """[R] drafts each could take, with blocks reserved for them."""
-        end = slots[END] if self.limits.known_end else self._edge
-        most = np.clip(end - slots[COMMITTED] - 1, 0, self.gamma)
+        most = np.clip(self._ends(slots) - slots[COMMITTED] - 1, 0, self.gamma)
         room = np.where(decoding, most, 0)
         if self._blocks is None:
             return room

@@ -87,6 +87,7 @@ class Setup:
                 max_num_batched_tokens=args.max_num_batched_tokens,
                 kv_cache_tokens=args.kv_cache_tokens,
                 max_model_len=args.max_model_len,
+                known_end=args.known_end,
             ),
             read_trace(args.trace) if args.trace else None,
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dspark.errors import DSparkError
-from dspark.schedule.base import Observer, Policy, ScheduleState, Timed
+from dspark.schedule.base import Observer, Policy, Resting, ScheduleState, Timed
 from dspark.schedule.cost import CostModel
 from dspark.simulate.acceptance import Acceptance, AcceptanceState, Block
 from dspark.simulate.log import Growing, RunLog
@@ -99,6 +99,7 @@ class _Run:
         self.server, self.pool_size = server, pool_size
         self.observer = policy if isinstance(policy, Observer) else None
         self.timed = policy if isinstance(policy, Timed) else None
+        self.resting = policy if isinstance(policy, Resting) else None
         self.now = 0.0
         self.steps, self.deliveries = Growing(13), _Deliveries()
         self.arrivals: list[float] = []
@@ -144,6 +145,8 @@ class _Run:
         survival = block.survival if block else None
         scheduled = self.policy.verify_lengths(state, survival, drafted)
         _check("verify_lengths", scheduled, drafted)
+        if self.resting is not None:
+            self.server.rest(batch, self.resting.rests(state.num_requests))
         accepted = np.minimum(block.run, scheduled) if block else np.zeros_like(drafted)
         drafted_for, drafts, budget = int(np.count_nonzero(drafted)), int(drafted.sum()), int(scheduled.sum())
         draft_s = float(self.scenario.cost.draft_seconds(drafted_for, drafts))

@@ -8,21 +8,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from dspark.errors import DSparkError
+from dspark.schedule.base import Policy
 from dspark.schedule.cost import AdditiveCost, ContextCost, CostModel, DraftCost
 from dspark.simulate.intervals import Interval, interval
-from dspark.simulate.metrics import summarise
 from dspark.simulate.policies import PolicyFactory
 from dspark.simulate.recording import StepRecords
 from dspark.simulate.simulation import Scenario, run
 
-__all__ = ["Prediction", "RunValidation", "cross_validate", "fit_cost", "predict", "validate_run"]
+__all__ = [
+    "Prediction",
+    "RunValidation",
+    "Scatter",
+    "cross_validate",
+    "fit_cost",
+    "predict",
+    "scatter",
+    "validate_run",
+]
 
 KNOTS = 6  # of the price of rows
+REWEIGHTED = 10  # times
+LONGEST = 2.0  # times the recorded seconds: what takes longer is further off than anyone asks
+ALIKE = 8  # steps of a shape, at least, that have a median worth the name
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,8 @@ class RunValidation:
 
     measured_tokens_per_s: float
     simulated_tokens_per_s: Interval
+    slowest: float  # of the simulated runs, tokens/s: a measured one is one draw of these, too
+    fastest: float
     error: float  # relative, of the mean over seeds
     tolerance: float
 
@@ -55,6 +69,33 @@ class RunValidation:
 
     def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "within": self.within}
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """How much longer steps take on average than in the median, among steps that hold the same.
+
+    Tokens per second follow the mean: prices that are medians promise `mean_over_median` times as many.
+    """
+
+    mean_over_median: float  # of every shape's steps, weighted by time
+    share: float  # of the recorded time, in shapes with `ALIKE` steps or more
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def scatter(records: StepRecords) -> Scatter | None:
+    """Of steps with the same rows, requests and drafts, all shapes pooled; None where no shape has enough steps."""
+    rows = records.query_tokens + records.scheduled
+    held = np.column_stack((rows, records.requests, records.drafted))
+    _, shape, count = np.unique(held, axis=0, return_inverse=True, return_counts=True)
+    alike = [records.seconds[shape.ravel() == k] for k in np.flatnonzero(count >= ALIKE)]
+    if not alike:
+        return None
+    took = sum(float(seconds.sum()) for seconds in alike)
+    at_medians = sum(len(seconds) * float(np.median(seconds)) for seconds in alike)
+    return Scatter(took / at_medians, took / float(records.seconds.sum()))
 
 
 def predict(records: StepRecords, cost: CostModel) -> Prediction:
@@ -86,16 +127,18 @@ def validate_run(
 ) -> RunValidation:
     """Simulate the scenario that was recorded; within `tolerance` of the measured tokens/s or not.
 
-    The records should hold the same phase that the scenario measures: past its warm-up, before its traffic ends.
+    Both are held to the same phase: behind the scenario's warm-up (0 where the records begin with the traffic) the
+    simulation goes on until it has delivered as many tokens as were recorded.
     """
-    runs = [summarise(run(scenario, make(), seed), scenario).tokens_per_s for seed in seeds]
+    runs = [_same_tokens(records, scenario, make(), seed) for seed in seeds]
     simulated = interval(runs, confidence)
     measured = records.tokens_per_s
-    return RunValidation(measured, simulated, simulated.mean / measured - 1, tolerance)
+    error = simulated.mean / measured - 1
+    return RunValidation(measured, simulated, min(runs), max(runs), error, tolerance)
 
 
 def fit_cost(records: StepRecords) -> AdditiveCost:
-    """Prices from recorded steps: non-negative least squares of relative errors.
+    """Prices from recorded steps: non-negative least squares, so weighted that the totals of seconds agree.
 
     A step is a constant, so much a request, a convex curve of its rows (knots at quantiles), so much a cached
     position, and for drafts a constant, so much a request drafted for and so much a draft. What the run never
@@ -115,7 +158,7 @@ def fit_cost(records: StepRecords) -> AdditiveCost:
             hinges,
         )
     ).astype(np.float64)
-    prices = _non_negative(columns / records.seconds[:, None], np.ones(len(records)))
+    prices = _expected(columns, records.seconds)
     bias, request, position, draft, drafted_for, each = prices[:6].tolist()
     most = int(records.requests.max())
     probes = np.unique(np.concatenate(([0], knots, [int(rows.max()) + 1])))
@@ -129,6 +172,20 @@ def fit_cost(records: StepRecords) -> AdditiveCost:
         DraftCost(draft, drafted_for, each),
         ContextCost(per_position=position),
     )
+
+
+def _same_tokens(records: StepRecords, scenario: Scenario, policy: Policy, seed: int) -> float:
+    """Simulated tokens/s until as many were delivered as recorded, for `LONGEST` times the recorded seconds at most."""
+    longest = LONGEST * float(records.seconds.sum())
+    log = run(replace(scenario, duration_s=longest, drain_s=0.0), policy, seed)
+    counted = log.step("start") >= scenario.warmup_s
+    tokens, seconds = log.step("tokens")[counted].cumsum(), log.step("seconds")[counted].cumsum()
+    if not len(tokens):
+        raise DSparkError(
+            f"nothing was simulated behind a warm-up of {scenario.warmup_s:g} s: shorten it, or raise the load"
+        )
+    last = min(int(np.searchsorted(tokens, records.tokens.sum())), len(tokens) - 1)
+    return float(tokens[last] / seconds[last])
 
 
 def _prices(records: StepRecords, cost: CostModel) -> np.ndarray:
@@ -152,6 +209,21 @@ def _compare(records: StepRecords, predicted: np.ndarray) -> Prediction:
         float(np.quantile(errors, 0.9)),
         len(records),
     )
+
+
+def _expected(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Prices x >= 0 for which `columns` x are the mean of `seconds` [S], however these scatter.
+
+    NOTE: squared errors are divided by the predicted seconds. The totals then agree, since x times the gradient, which
+    is sum(predicted - measured), is 0 at the optimum. Divided by measured seconds, steps that happened to be fast
+    would count for more, and the prices of a noisy machine would be too low.
+    """
+    predicted, least = np.full(len(seconds), seconds.mean()), 0.01 * seconds.mean()
+    for _ in range(REWEIGHTED):
+        weight = np.maximum(predicted, least) ** -0.5
+        prices = _non_negative(columns * weight[:, None], seconds * weight)
+        predicted = columns @ prices
+    return prices
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
