@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -24,13 +25,17 @@ BLOCK = 16
 
 
 class _Asked:
-    """A policy that has drafted and verified what a probe says."""
+    """A policy that has drafted and verified what a probe says. While it `rests`, no drafter follows."""
 
     dependence = Dependence.STATIC
     uses_survival = False
 
     def __init__(self) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)  # [R]
+        self.resting = False
+
+    def rests(self, num_requests: int) -> float:
+        return math.inf if self.resting else 0.0
 
     def draft_lengths(self, state: ScheduleState) -> np.ndarray:
         return np.minimum(self.lengths, state.room)
@@ -129,6 +134,7 @@ class Bench:
             self._asked.lengths = np.full(requests, drafts // requests)
             self._asked.lengths[: drafts % requests] += 1
             self._made_up.real = kind == "draft"
+            self._asked.resting = kind == "step"
             if self._made_up.real:
                 self._follow(group)
             rounds = [self._round(probe) for _ in range(lead + count)]
@@ -142,6 +148,8 @@ class Bench:
         kind, requests, _, context = probe
         if len(self._engine.scheduler.running) < requests:
             return []
+        for r in self._engine.scheduler.running:
+            r.followed = True  # or there would be no room for what is made up
         timings = self._engine.timings
         timings.reset()
         self._engine.step()

@@ -22,9 +22,10 @@ SIGMA_OF_MAD = 1.4826
 class Sample(NamedTuple):
     """One timed call.
 
-    `rows`: query tokens of a "step" (a whole round, but for drafting; among others without), or of one "behind" a
-    draft of all its rows; drafts of a "draft" (`Drafter.propose` and what the engine does around it); committed rows
-    of an "upkeep" (`Drafter.observe`). `context`: cached positions of *each* request.
+    `rows`: query tokens of a "step" (a whole round, but for drafting; among others without, which no drafter follows),
+    or of one "behind" a draft of all its rows, which the drafter follows; drafts of a "draft" (`Drafter.propose` and
+    what the engine does around it); committed rows of an "upkeep" (`Drafter.observe`). `context`: cached positions of
+    *each* request.
     """
 
     kind: Kind
@@ -68,9 +69,10 @@ def fit_cost(samples: Sequence[Sample]) -> TableCost | AdditiveCost:
     """Prices from the samples of one profile.
 
     Seconds by rows come from the shortest context, as isotonic medians; beyond the last probe the last slope goes
-    on. Attention's price comes from the longer contexts. Upkeep of the drafter's own context is paid in every
-    round: for the anchor it is part of the round, for further rows part of the draft that wins them. Drafters that
-    put it off until they draft (`Deferring`) have no samples of it: it is in those of drafts.
+    on. Attention's price comes from the longer contexts. Upkeep of the drafter's own context is part of a draft's
+    price: for the anchor by what a round behind a draft takes longer than one that no drafter follows, for further
+    rows by those that a draft wins. Drafters that put it off until they draft (`Deferring`) have no samples of it: it
+    is in those of drafts.
 
     Raises:
         DSparkError: fewer than two sizes of pass were measured.
@@ -124,7 +126,8 @@ def _upkeep(table: dict[Probe, float]) -> float:
 
 
 def _displacement(table: dict[Probe, float]) -> float:
-    """Seconds that a pass takes longer behind a draft: a constant, fitted with the weights of relative noise."""
+    """Seconds that a round takes longer behind a draft than without: a constant, fitted with the weights of relative
+    noise."""
     pairs = [
         (t - table["step", r, n, c], t)
         for (kind, r, n, c), t in table.items()

@@ -3,7 +3,7 @@ their context.
 
 Probes take turns, so that a slow moment of the machine meets all of them; each is run some times in a row, of which
 the first do not count, so that it finds the caches as it would leave them itself. Rounds without drafts are timed
-behind their like, and those with drafts behind theirs.
+behind their like, and as they are where drafting rests; those with drafts behind theirs, as they are where it is on.
 """
 
 from __future__ import annotations

@@ -58,15 +58,15 @@ class CostModel(Protocol):
 
     @property
     def displacement(self) -> float:
-        """Seconds of a draft, part of its price, that pass in the target's pass behind it."""
+        """Seconds of a draft, part of its price, that pass in the rest of the round behind it."""
         ...
 
 
 @dataclass(frozen=True)
 class DraftCost:
     """Seconds that a draft adds to a round: base + per_request * requests drafted for + per_draft * drafts, and
-    `displacement`, by which the target's pass takes longer behind it: the drafter's weights and activations have
-    displaced the target's in the caches."""
+    `displacement`, by which the rest of the round takes longer behind it: the drafter's weights and activations have
+    displaced the target's in the caches, and the pass keeps hidden states for the drafter."""
 
     base: float = 0.0
     per_request: float = 0.0
