@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from dspark.calibrate.formats import CALIBRATION_FILE, load_calibration
-from dspark.calibrate.jobs import drafter_directory, weights_identity
+from dspark.calibrate.serving import serving_calibration
 from dspark.core import DSparkError, RequestOutput, SamplingParams, StepEvent
-from dspark.drafters.registry import build_drafter, check_keys, method_of
+from dspark.drafters.registry import build_drafter, check_keys
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.rehearsal import rehearse
@@ -22,8 +21,7 @@ from dspark.kernels.compilation import compile_kernels
 from dspark.profile import ensure_profile, fingerprint, read_cost_table
 from dspark.prompts import Prompt, as_list, encode_prompt
 from dspark.schedule.cost import CostModel
-from dspark.schedule.settings import ScheduleSettings, build_policy, split_config
-from dspark.schedule.survival import Calibrate
+from dspark.schedule.settings import build_policy, split_config
 from dspark.target.load import LoadedTarget, load_target
 from dspark.target.zoo import resolve
 
@@ -50,6 +48,7 @@ class LLM:
         activation_dtype: auto, float32 or int8; of the products with quantised weights, see `load_target`.
         kv_cache_dtype: auto, float32, float16 or bfloat16; see `load_target`.
         report: gets a line before work that takes seconds (the first time: conversion, compiling kernels).
+        progress: gets the share that is done of a measurement of prices, above 0 and at most 1.
         weights_of: an LLM of the same model, device and dtypes, whose weights this one uses instead of loading them
             again: to compare methods, or to serve some requests another way. Threads that use both take turns.
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size, kv_cache_tokens: see `EngineConfig`.
@@ -73,6 +72,7 @@ class LLM:
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         report: Callable[[str], None] = _log.info,
+        progress: Callable[[float], None] = lambda share: None,
         weights_of: LLM | None = None,
     ) -> None:
         if dtype not in _DTYPES:
@@ -114,9 +114,12 @@ class LLM:
             if schedule.cost_table is not None:
                 belongs_to = fingerprint(loaded.decoder, drafter)
                 return read_cost_table(Path(schedule.cost_table), belongs_to, report)
-            return ensure_profile(loaded.decoder, drafter, block.length, max_num_seqs, report).cost()
+            profile = ensure_profile(
+                loaded.decoder, drafter, block.length, max_num_seqs, report, progress=progress
+            )
+            return profile.cost()
 
-        calibrate, acceptance = _calibration(schedule, drafting, loaded.decoder.identity, block.length)
+        calibrate, acceptance = serving_calibration(schedule, drafting, loaded.decoder.identity, block.length)
         policy = build_policy(schedule, block.length, prices, report, acceptance)
         self._inbox: dict[str, list[StepEvent]] = {}
         # Whoever changes the engine or an inbox has it; a target's own buffers serve one pass at a time.
@@ -261,31 +264,6 @@ class LLM:
             DSparkError: neither text, messages, nor a mapping with token ids.
         """
         return encode_prompt(self.tokenizer, prompt)
-
-
-def _calibration(
-    schedule: ScheduleSettings, drafting: Mapping[str, Any] | None, target_identity: str, gamma: int
-) -> tuple[Calibrate | None, tuple[float, ...]]:
-    """What turns confidence logits into probabilities: a function as given, or read from a file that fits; and what it
-    says of acceptance, if anything.
-
-    Without either, the file beside the drafter's weights, for policies that read confidences.
-    """
-    given, config = schedule.calibration, drafting or {}
-    if callable(given):
-        return given, ()
-    method = method_of(config)
-    if given == "off" or (given is None and (schedule.policy == "fixed" or method != "dspark")):
-        return None, ()
-    if method in ("none", "ngram"):
-        raise DSparkError(f"the method {method} has no confidences to calibrate: leave calibration out")
-    directory = drafter_directory(config.get("model"), target_identity)
-    path = directory / CALIBRATION_FILE if given is None else Path(given)
-    if given is None and not path.is_file():
-        return None, ()
-    calibration = load_calibration(path)
-    calibration.check_fits(weights_identity(directory), target_identity, gamma)
-    return calibration.conditional, calibration.acceptance
 
 
 def _check_params(params: SamplingParams) -> None:

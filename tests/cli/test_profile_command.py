@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dspark.cli import main
-from dspark.cli.options import add_schedule_options, schedule_config
+from dspark.cli.options import add_model_options, add_schedule_options, load_llm, schedule_config
 from dspark.profile import Sample
 
 TABLE = {"sample_batch_tokens": [1, 4, 16], "sample_steps_per_sec": [40, 30, 15], "max_batch_tokens": 64}
@@ -84,6 +84,33 @@ def test_export_takes_the_kept_profile(tiny_model, measured, tmp_path, capsys):
     assert main([*export, "--temperature", "1"]) == main([*export, "--temperature", "1"]) == 0
     assert measured == [0, 0, 0, 0, 1]
     assert json.loads(out.read_text())["sample_steps_per_sec"][0] == pytest.approx(1 / 0.03)
+
+
+def test_a_profile_made_at_the_start_shows_how_far_it_is(tiny_model, measured, monkeypatch):
+    shown: list[object] = []
+
+    class Line:
+        def __init__(self, title):
+            shown.append(title)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            shown.append("over")
+
+        def show(self, share):
+            shown.append(share)
+
+    monkeypatch.setattr("dspark.cli.progress.ShareLine", Line)
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    args = parser.parse_args(["--model", str(tiny_model), "--dtype", "float64"])
+    config = {"method": "ngram", "num_speculative_tokens": 2, "policy": "auto"}
+    load_llm(args, config)
+    assert shown == ["profile", 1.0, "over"]
+    load_llm(args, config)
+    assert shown == ["profile", 1.0, "over"], "the profile was kept: there is nothing to wait for"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from dspark.drafters.methods import LOOKUP, NAMES, TRAINED
 from dspark.schedule.names import ACCEPTANCE_RULES, POLICIES, PRICED
 
 if TYPE_CHECKING:
+    from dspark.cli.progress import ShareLine
     from dspark.core import SamplingParams
     from dspark.llm import LLM
 
@@ -255,12 +257,30 @@ def load_llm(args: argparse.Namespace, config: dict[str, Any], **options: Any) -
 
         if args.threads is not None:
             set_threads(args.threads)
-        return LLM(
-            args.model,
-            speculative_config=config,
-            device=args.device,
-            dtype=args.dtype,
-            activation_dtype=args.activation_dtype,
-            report=say,
-            **options,
-        )
+        with _LateShareLine("profile") as line:
+            return LLM(
+                args.model,
+                speculative_config=config,
+                device=args.device,
+                dtype=args.dtype,
+                activation_dtype=args.activation_dtype,
+                report=say,
+                progress=line.show,
+                **options,
+            )
+
+
+class _LateShareLine(ExitStack):
+    """A `ShareLine` from the first share on: what draws it takes time to import, and mostly nothing is to be shown."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self._title = title
+        self._line: ShareLine | None = None
+
+    def show(self, share: float) -> None:
+        if self._line is None:
+            from dspark.cli.progress import ShareLine
+
+            self._line = self.enter_context(ShareLine(self._title))
+        self._line.show(share)

@@ -108,7 +108,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _measured(args: argparse.Namespace) -> Profile:
     """What the machine costs with this model: the kept profile for --export where one fits, else measured."""
-    from dspark.cli.progress import StatusLine
+    from dspark.cli.progress import ShareLine
     from dspark.core import DSparkError
     from dspark.profile import ProfileSettings, ensure_profile
 
@@ -120,14 +120,7 @@ def _measured(args: argparse.Namespace) -> Profile:
         temperature=args.temperature or 0.0,
     )
     target, drafter, gamma = _loaded(args)
-    share = 0.0
-
-    def progress(done: float) -> None:
-        nonlocal share
-        share = done
-        line.tick()
-
-    with StatusLine(lambda: f"profile {'#' * round(20 * share):.<20} {share:4.0%}") as line:
+    with ShareLine("profile") as line:
         profile = ensure_profile(
             target,
             drafter,
@@ -137,9 +130,9 @@ def _measured(args: argparse.Namespace) -> Profile:
             settings,
             again=args.export is None or args.fresh or args.seconds is not None,
             strict=True,
-            progress=progress,
+            progress=line.show,
         )
-    if not share:
+    if not line.share:
         say("this is the profile kept for this machine, model and temperature; --fresh measures anew")
     return profile
 

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-__all__ = ["StatusLine", "duration", "progress_bar"]
+__all__ = ["ShareLine", "StatusLine", "duration", "progress_bar"]
 
 
 def duration(seconds: float) -> str:
@@ -77,3 +77,16 @@ class StatusLine:
         if self._live is None and time.monotonic() - self._last >= self._interval:
             self._last = time.monotonic()
             print(self._render(), file=sys.stderr, flush=True)
+
+
+class ShareLine(StatusLine):
+    """Shows the share of a piece of work that is done."""
+
+    def __init__(self, title: str) -> None:
+        self.share = 0.0
+        super().__init__(lambda: f"{title} {'#' * round(20 * self.share):.<20} {self.share:4.0%}")
+
+    def show(self, share: float) -> None:
+        """`share` in 0..1 is done."""
+        self.share = share
+        self.tick()
