@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dspark.core import DSparkError
+from dspark.drafters.lookup import LookupFirst
 from dspark.drafters.ngram import NgramDrafter
 from dspark.engine.judge import judge
 from dspark.profile import (
@@ -121,6 +122,23 @@ def test_what_a_drafter_follows_is_part_of_a_drafts_price(target):
     cost = Profile({}, tuple(measure_profile(Priced(target, clock), drafter, 3, 16, SETTINGS, clock))).cost()
     assert float(cost.step_seconds(1, 9, 4)) == near(0.02 + 0.002 * 9 + 4 * CONTEXT)
     assert cost.displacement == near(0.0005)
+
+
+def test_behind_a_lookup_the_model_is_timed(target):
+    """It drafts less than is copied; in a vocabulary of 16, copies would take its place most of the time."""
+    clock = Clock()
+    model = PricedDrafter(tiny_drafter(target, "dspark", "vanilla", 3, None), clock)
+    found = measure_profile(Priced(target, clock), LookupFirst(model, 3, 8), 8, 16, SETTINGS, clock)
+    cost = Profile({}, tuple(found)).cost()
+    assert float(cost.draft_seconds(2, 6)) == near(0.003 + 0.0004 * 6)
+    assert cost.draft.per_draft == pytest.approx(0.0004)
+
+
+def test_a_lookup_does_not_hide_upkeep(target):
+    clock = Clock()
+    eagle = PricedDrafter(tiny_chain_drafter(target, block_size=3), clock)
+    found = measure_profile(Priced(target, clock), LookupFirst(eagle, 3, 8), 8, 16, SETTINGS, clock)
+    assert {s.rows for s in found if s.kind == "upkeep"} == {1, 9}
 
 
 def test_plain_decoding_of_many_requests_is_timed_as_such(measured):
