@@ -159,6 +159,17 @@ def test_a_bench_whose_drafts_are_all_accepted_keeps_its_bounds(caplog):
     assert not caplog.records
 
 
+def test_the_same_is_measured_whatever_was_drawn_before(target):
+    """What is accepted of drafts at random decides how requests grow, and with them the time of a pass."""
+    drafter, found = tiny_drafter(target, "dspark", "vanilla", 3, None), []
+    for seed in (0, 1):
+        clock = Clock()
+        torch.manual_seed(seed)
+        priced = PricedDrafter(drafter, clock)
+        found.append(measure_profile(Priced(target, clock), priced, 3, 4, SETTINGS, clock))
+    assert found[0] == found[1]
+
+
 def test_short_contexts_and_lookup_drafters_can_be_profiled(target):
     clock = Clock()
     small = tiny_decoder(vocab_size=16, layers=1, hidden=16, max_context=24)
