@@ -180,6 +180,12 @@ def test_short_contexts_and_lookup_drafters_can_be_profiled(target):
         ProfileSettings(context_lengths=(64, 512))
 
 
+def test_an_engine_of_one_request_without_drafts_has_prices(target):
+    clock = Clock()
+    cost = Profile({}, tuple(measure_profile(Priced(target, clock), None, 0, 1, SETTINGS, clock))).cost()
+    assert float(cost.step_seconds(1, 1, 4)) == near(0.02 + 0.002 + 4 * CONTEXT)
+
+
 def test_more_time_gives_more_samples(target):
     def count(seconds):
         clock = Clock()

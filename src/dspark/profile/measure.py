@@ -137,7 +137,8 @@ def probes_of(
     short, width = contexts[0], 1 + gamma
     sizes = [n for n in SIZES if n <= max_rows]
     requests = {n: -(-n // width) for n in sizes}
-    probes: list[Probe] = [("step", requests[n], n, short) for n in sizes if requests[n] <= max_num_seqs]
+    seats = max_num_seqs if gamma else max(2, max_num_seqs)  # prices by rows need two sizes of pass
+    probes: list[Probe] = [("step", requests[n], n, short) for n in sizes if requests[n] <= seats]
     some = max(n for n in sizes if n <= max(width, 2))
     at_longer = (1, min(some, width)) if gamma else (1,)
     probes += [("step", 1, n, long) for long in contexts[1:] for n in at_longer]
