@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dspark.core import DSparkError
+from dspark.drafters.lookup import LookupFirst
 from dspark.drafters.ngram import NgramDrafter
 from dspark.engine.judge import judge
 from dspark.profile import (
@@ -123,6 +124,23 @@ def test_what_a_drafter_follows_is_part_of_a_drafts_price(target):
     assert cost.displacement == near(0.0005)
 
 
+def test_behind_a_lookup_the_model_is_timed(target):
+    """It drafts less than is copied; in a vocabulary of 16, copies would take its place most of the time."""
+    clock = Clock()
+    model = PricedDrafter(tiny_drafter(target, "dspark", "vanilla", 3, None), clock)
+    found = measure_profile(Priced(target, clock), LookupFirst(model, 3, 8), 8, 16, SETTINGS, clock)
+    cost = Profile({}, tuple(found)).cost()
+    assert float(cost.draft_seconds(2, 6)) == near(0.003 + 0.0004 * 6)
+    assert cost.draft.per_draft == pytest.approx(0.0004)
+
+
+def test_a_lookup_does_not_hide_upkeep(target):
+    clock = Clock()
+    eagle = PricedDrafter(tiny_chain_drafter(target, block_size=3), clock)
+    found = measure_profile(Priced(target, clock), LookupFirst(eagle, 3, 8), 8, 16, SETTINGS, clock)
+    assert {s.rows for s in found if s.kind == "upkeep"} == {1, 9}
+
+
 def test_plain_decoding_of_many_requests_is_timed_as_such(measured):
     plain = {s.requests for s in measured if s.kind == "step" and s.requests == s.rows}
     assert plain == {1, 8}, "no more rows than max_rows"
@@ -141,6 +159,17 @@ def test_a_bench_whose_drafts_are_all_accepted_keeps_its_bounds(caplog):
     assert not caplog.records
 
 
+def test_the_same_is_measured_whatever_was_drawn_before(target):
+    """What is accepted of drafts at random decides how requests grow, and with them the time of a pass."""
+    drafter, found = tiny_drafter(target, "dspark", "vanilla", 3, None), []
+    for seed in (0, 1):
+        clock = Clock()
+        torch.manual_seed(seed)
+        priced = PricedDrafter(drafter, clock)
+        found.append(measure_profile(Priced(target, clock), priced, 3, 4, SETTINGS, clock))
+    assert found[0] == found[1]
+
+
 def test_short_contexts_and_lookup_drafters_can_be_profiled(target):
     clock = Clock()
     small = tiny_decoder(vocab_size=16, layers=1, hidden=16, max_context=24)
@@ -149,6 +178,12 @@ def test_short_contexts_and_lookup_drafters_can_be_profiled(target):
     assert Profile({}, tuple(found)).cost().draft.base == 0
     with pytest.raises(DSparkError, match="three context lengths"):
         ProfileSettings(context_lengths=(64, 512))
+
+
+def test_an_engine_of_one_request_without_drafts_has_prices(target):
+    clock = Clock()
+    cost = Profile({}, tuple(measure_profile(Priced(target, clock), None, 0, 1, SETTINGS, clock))).cost()
+    assert float(cost.step_seconds(1, 1, 4)) == near(0.02 + 0.002 + 4 * CONTEXT)
 
 
 def test_more_time_gives_more_samples(target):

@@ -105,6 +105,7 @@ class Bench:
         self._target, self._drafter, self._clock, self._gamma = target, drafter, clock, gamma
         self._params = SamplingParams(temperature=temperature, seed=0, max_tokens=None, ignore_eos=True)
         self._random = np.random.default_rng(0)
+        self._noise = torch.Generator(target.device).manual_seed(0)  # how far requests grow follows from it
         self._asked, self._made_up = _Asked(), _MadeUp(drafter, gamma, target)
         sizes = EngineConfig(
             max_num_seqs=requests,
@@ -115,8 +116,9 @@ class Bench:
         self._engine = Engine(target, self._made_up, self._asked, config=sizes, clock=clock)
         self._engine.watch = AcceptanceWatch(None)  # what is made up is hardly ever accepted
         pool = self._engine.pool
+        # Memory never written is one page of zeros: reading it costs nothing.
         for layer in {id(t): t for t in (*pool.k, *pool.v)}.values():
-            layer.normal_(std=0.5)  # memory never written is one page of zeros: reading it costs nothing
+            layer.normal_(std=0.5, generator=self._noise)
 
     def run(self, probe: Probe, lead: int = 0, count: int = 1) -> list[Sample]:
         """Times of `count` rounds behind `lead` others; those of a "draft" with the rest of their round ("behind").
@@ -191,7 +193,10 @@ class Bench:
         size, device = len(group), self._target.device
         slots = np.concatenate([self._engine.pool.slots(r.table, 0, rows) for r in group])
         width = len(self._drafter.taps) * self._target.hidden_size
-        taps = torch.randn(size * rows, width, dtype=self._target.dtype, device=device) if width else None
+        taps = None
+        if width:
+            shape, dtype = (size * rows, width), self._target.dtype
+            taps = torch.randn(shape, generator=self._noise, dtype=dtype, device=device)
         return ObserveBatch(
             requests=[r.request for r in group],
             row_start=np.arange(size + 1) * rows,

@@ -18,6 +18,7 @@ import torch
 
 from dspark.core import DSparkError
 from dspark.drafters.base import Deferring, Drafter
+from dspark.drafters.lookup import LookupFirst
 from dspark.profile.bench import BLOCK, Bench
 from dspark.profile.fit import Probe, Sample
 from dspark.schedule.feedback import SETTLED
@@ -70,13 +71,17 @@ def measure_profile(
     """Raw times, in no particular order. The drafter must not be in use by an engine: it is attached elsewhere.
 
     Args:
+        drafter: behind a prompt lookup, the model is timed: copies have no price.
         gamma: most drafts a request may have; 0 without a drafter.
         max_num_seqs: the engine's; larger passes than it can have are not timed.
         progress: gets the share of the work that is done, above 0 and at most 1, behind each probe.
     """
     settings = settings or ProfileSettings()
-    contexts = _lengths(settings, target, gamma)
-    probes = probes_of(contexts, gamma, largest_pass(settings, gamma, max_num_seqs), max_num_seqs, drafter)
+    contexts, block = _lengths(settings, target, gamma), gamma
+    if isinstance(drafter, LookupFirst):
+        block, drafter = drafter.model_tokens, drafter.drafter
+    largest = largest_pass(settings, gamma, max_num_seqs)
+    probes = probes_of(contexts, gamma, largest, max_num_seqs, drafter, block)
     room = GROWTH * (1 + gamma) + BLOCK
     positions = max(requests * (context + 1 + room) for _, requests, _, context in probes)
     most = max(requests for _, requests, _, _ in probes)
@@ -120,22 +125,28 @@ def _lengths(settings: ProfileSettings, target: Target, gamma: int) -> tuple[int
 
 
 def probes_of(
-    contexts: tuple[int, ...], gamma: int, max_rows: int, max_num_seqs: int, drafter: Drafter | None
+    contexts: tuple[int, ...],
+    gamma: int,
+    max_rows: int,
+    max_num_seqs: int,
+    drafter: Drafter | None,
+    block: int,
 ) -> list[Probe]:
     """What is timed. Rounds by rows at the shortest context, two sizes at the longer ones, plain decoding of more and
-    more requests; drafts of one and of several requests; upkeep of one row and of a block's."""
+    more requests; drafts of one and of several requests, `block` each at most; upkeep of one row and of a block's."""
     short, width = contexts[0], 1 + gamma
     sizes = [n for n in SIZES if n <= max_rows]
     requests = {n: -(-n // width) for n in sizes}
-    probes: list[Probe] = [("step", requests[n], n, short) for n in sizes if requests[n] <= max_num_seqs]
+    seats = max_num_seqs if gamma else max(2, max_num_seqs)  # prices by rows need two sizes of pass
+    probes: list[Probe] = [("step", requests[n], n, short) for n in sizes if requests[n] <= seats]
     some = max(n for n in sizes if n <= max(width, 2))
-    block = (1, min(some, width)) if gamma else (1,)
-    probes += [("step", 1, n, long) for long in contexts[1:] for n in block]
+    at_longer = (1, min(some, width)) if gamma else (1,)
+    probes += [("step", 1, n, long) for long in contexts[1:] for n in at_longer]
     several = min(8, max_num_seqs, max_rows)
     probes += [("step", n, n, short) for n in (several, *PLAIN) if n <= min(max_num_seqs, max_rows)]
     if drafter is not None:
         counts = sorted({1, several})
-        probes += [("draft", r, r * k, short) for r in counts for k in sorted({1, gamma})]
+        probes += [("draft", r, r * k, short) for r in counts for k in sorted({1, block})]
         if not isinstance(drafter, Deferring):
             probes += [("upkeep", 1, n, width) for n in (1, width)]
     return list(dict.fromkeys(probes))
