@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -61,7 +62,7 @@ class StatusLine:
             else None
         )
 
-    def __enter__(self) -> StatusLine:
+    def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
         return self
