@@ -29,7 +29,7 @@ from dspark.testing import tiny_decoder, tiny_drafter
 from dspark.testing.chain import tiny_chain_drafter
 
 CONTEXT = 1e-6  # seconds of a cached position
-SETTINGS = ProfileSettings(seconds=0.0, repeats=2, context_lengths=(4, 16, 40), max_rows=12)
+SETTINGS = ProfileSettings(seconds=0.0, repeats=2, context_lengths=(20, 30, 40), max_rows=12)
 
 
 def near(seconds):

@@ -455,14 +455,17 @@ def test_where_no_draft_could_pay_nobody_follows():
 def test_drafting_that_pays_pauses_where_prices_are_learned():
     """Behind the first trial, and then behind every `pause_after` drafted rounds; where nobody listens, never."""
     config = AimConfig(pause_after=20, pause_rounds=3)
-    drafts, _ = simulate(PrefixScheduler(7, LiveCost(COST), aim=config), 0.9, 80)
+    drafts, _ = simulate(PrefixScheduler(7, LiveCost(COST), aim=config), 0.65, 80)
     pauses = np.flatnonzero(drafts[:, 0] == 0)
     assert pauses.tolist() == [8, 9, 10, 31, 32, 33, 54, 55, 56, 77, 78, 79]
+    drafts, _ = simulate(PrefixScheduler(7, LiveCost(COST), aim=config), 0.9, 80)
+    pauses = np.flatnonzero(drafts[:, 0] == 0)
+    assert pauses.tolist() == [8, 9, 10], "drafting that pays several times over has nothing to hear"
     for policy in (
         PrefixScheduler(7, COST, aim=config),
         PrefixScheduler(7, LiveCost(COST), aim=AimConfig(pause_rounds=0)),
     ):
-        drafts, _ = simulate(policy, 0.9, 80)
+        drafts, _ = simulate(policy, 0.65, 80)
         assert (drafts[:, 0] > 0).all()
 
 

@@ -30,7 +30,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PLAIN = (16, 32, 64)  # requests at once, beside one and several
 IN_A_ROW = 2  # runs of a probe that count, at a turn
 FEW_ROWS = 8  # up to which a pass takes as long as it takes to read the weights, or nearly
-GROWTH = SETTLED + IN_A_ROW  # rounds of a request at most
+GROWTH = SETTLED + IN_A_ROW  # rounds of a request at most, of which those that count go beyond its context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def measure_profile(
         for repeat in range(settings.most):
             random.shuffle(probes)
             for i, probe in enumerate(probes):
-                samples += bench.run(probe, _lead(probe[2]), IN_A_ROW)
+                samples += bench.run(probe, _lead(probe), IN_A_ROW)
                 spent, turns = clock() - began, repeat + (i + 1) / len(probes)
                 progress(_share(turns, spent, settings))
             if repeat + 1 >= settings.repeats and spent * (repeat + 2) / (repeat + 1) > settings.seconds:
@@ -116,7 +116,7 @@ def largest_pass(settings: ProfileSettings, gamma: int, max_num_seqs: int) -> in
 
 def _lengths(settings: ProfileSettings, target: Target, gamma: int) -> tuple[int, ...]:
     """The context lengths as far as the model's context goes: shorter ones in proportion where it is short."""
-    room = target.max_context - gamma - 2 - GROWTH
+    room = target.max_context - gamma - 2 - IN_A_ROW
     longest = settings.context_lengths[-1]
     lengths = [n if longest <= room else max(1, n * room // longest) for n in settings.context_lengths]
     if len(set(lengths)) < 3:
@@ -152,6 +152,10 @@ def probes_of(
     return list(dict.fromkeys(probes))
 
 
-def _lead(rows: int) -> int:
-    """Runs at a turn that do not count: few rows find the caches as those before left them, for several passes."""
-    return SETTLED if rows <= FEW_ROWS else 1
+def _lead(probe: Probe) -> int:
+    """Runs at a turn that do not count: few rows find the caches as those before left them, for many passes. Rounds
+    with drafts settle sooner: each draft displaces again what the pass behind it brought in."""
+    kind, _, rows, _ = probe
+    if rows > FEW_ROWS:
+        return 1
+    return SETTLED if kind == "step" else SETTLED // 4

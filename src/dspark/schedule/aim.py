@@ -28,6 +28,7 @@ _RECENT = 0.99  # memory a round of how often a load is met
 _OFTEN = (
     0.25  # share of recent rounds from which on what pays at a load is worth being followed for at others
 )
+_CLEAR = 1.5  # gain over plain decoding: its price is not wrong by that much for want of a pause
 _TAUGHT = 24  # drafted rounds, at any load, behind which no trial is made on hope alone
 
 _Lengths = tuple[np.ndarray, np.ndarray, np.ndarray]  # [R] each: drafted, scheduled, accepted
@@ -208,7 +209,8 @@ class Aim:
             net = more_tokens - (with_drafts - narrower) * tokens / with_drafts
             load.widening += _WIDENING_FADES * (net - load.widening)
         (load.tried if load.gate.trying else load.realised).add(tokens, worth, decoding)
-        load.gate.observe(True, True, (worth - tokens) / decoding)
+        clear = load.realised.gain - self.config.doubt * load.realised.error > _CLEAR
+        load.gate.observe(True, True, (worth - tokens) / decoding, clear)
 
     def _try(self, load: _Load, state: ScheduleState) -> np.ndarray | None:
         """Drafts of a trial, unless nothing known speaks for it."""

@@ -17,8 +17,8 @@ WINDOW = 9  # measurements whose median counts: up to four outliers in a row mov
 STEP = 0.1  # most that a factor moves at once (log scale)
 MOST = math.log(64.0)  # a profile can be that wrong: one thread was measured, or a machine that was idle
 MOST_SHAPE = math.log(4.0)  # rows of a real batch take more work than a profile's, behind the pass as well
-FRESH = 192  # rounds for which a plain pass tells what passes cost now
-SETTLED = 4  # rounds without drafts, behind which a pass finds the caches as plain decoding leaves them
+FRESH = 320  # rounds for which a plain pass tells what passes cost now
+SETTLED = 16  # rounds without drafts, behind which a pass finds the caches as plain decoding leaves them
 TELLING = 0.02  # of the plain price: drafts that cost less say nothing about the price of rows
 
 

@@ -37,7 +37,7 @@ class AimConfig:
     were accepted with probability `hope`; and where it could not pay half way from what rounds at any load have
     taught to that, the wait is three times as long. While drafting is on, it pauses for `pause_rounds` behind the first
     trial and after every `pause_after` drafted rounds, where prices follow the machine: only plain decoding tells what
-    plain decoding takes (0: never). What drafted rounds brought is remembered with `memory` a round (longer than the
+    plain decoding takes (0: never), unless drafting pays so clearly that no such news could matter. What drafted rounds brought is remembered with `memory` a round (longer than the
     history: it settles whether to draft, not how much) and judged with `doubt` standard errors in favour of drafting:
     rounds without drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon found out.
     """
@@ -50,8 +50,8 @@ class AimConfig:
     trial_rounds: int = 8
     retry_after: int = 64
     retry_at_most: int = 1024
-    pause_after: int = 128
-    pause_rounds: int = 12
+    pause_after: int = 256
+    pause_rounds: int = 24
     exploration: float = 0.01
     hope: float = 0.9
     memory: float = 0.995
@@ -161,10 +161,11 @@ class DraftGate:
         """Rounds of plain decoding that the last round cost besides what was filed."""
         self._lost += rounds
 
-    def observe(self, wanted: bool, drafted: bool, lost: float = 0.0) -> None:
+    def observe(self, wanted: bool, drafted: bool, lost: float = 0.0, clear: bool = False) -> None:
         """File a round in which drafting was possible; one whose drafter had nothing to say tells nothing.
 
         `lost`: rounds of plain decoding that the time would have been worth, less what it brought in such rounds.
+        `clear`: drafting pays however wrong the price of plain decoding may be, so that a pause would be for nothing.
         """
         config, self.fresh = self._config, False
         if self._pause > 0 and not wanted:
@@ -187,7 +188,7 @@ class DraftGate:
         self._trial, self._off, self.on, self._unlikely = max(0, self._trial - 1), 0, True, False
         self._to_pause -= self._pauses
         if self._to_pause <= 0:
-            self._pause, self._to_pause = config.pause_rounds, config.pause_after
+            self._pause, self._to_pause = 0 if clear else config.pause_rounds, config.pause_after
 
 
 @compiled
