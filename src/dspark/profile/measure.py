@@ -28,7 +28,7 @@ __all__ = ["ProfileSettings", "largest_pass", "measure_profile"]
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PLAIN = (16, 32, 64)  # requests at once, beside one and several
-IN_A_ROW = 2  # runs of a probe that count, at a turn
+IN_A_ROW = 3  # runs of a probe that count, at a turn
 FEW_ROWS = 8  # up to which a pass takes as long as it takes to read the weights, or nearly
 GROWTH = SETTLED + IN_A_ROW  # rounds of a request at most, of which those that count go beyond its context
 
@@ -40,7 +40,7 @@ class ProfileSettings:
     `temperature`: of drafts and judgement: sampling and the ratio rule take longer than the argmax at 0."""
 
     seconds: float = 4.0
-    repeats: int = 3
+    repeats: int = 2
     most: int = 25
     max_rows: int = 64
     context_lengths: tuple[int, ...] = (64, 512, 1536)

@@ -37,9 +37,10 @@ class AimConfig:
     were accepted with probability `hope`; and where it could not pay half way from what rounds at any load have
     taught to that, the wait is three times as long. While drafting is on, it pauses for `pause_rounds` behind the first
     trial and after every `pause_after` drafted rounds, where prices follow the machine: only plain decoding tells what
-    plain decoding takes (0: never), unless drafting pays so clearly that no such news could matter. What drafted rounds brought is remembered with `memory` a round (longer than the
-    history: it settles whether to draft, not how much) and judged with `doubt` standard errors in favour of drafting:
-    rounds without drafts teach nothing, so a wrong "off" lasts, while a wrong "on" is soon found out.
+    plain decoding takes (0: never), unless drafting pays so clearly that no such news could matter. What drafted rounds
+    brought is remembered with `memory` a round (longer than the history: it settles whether to draft, not how much) and
+    judged with `doubt` standard errors in favour of drafting: rounds without drafts teach nothing, so a wrong "off"
+    lasts, while a wrong "on" is soon found out.
     """
 
     prior: float = 0.6
