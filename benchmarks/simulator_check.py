@@ -45,6 +45,7 @@ from dspark.data import load_prompts
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.profile import Profile, ProfileSettings, fingerprint, measure_profile, write_cost_table
+from dspark.schedule.settings import compile_schedulers
 from dspark.simulate import StepRecorder, machine, policy_factory, record_closed_loop, write_steps
 
 SHORTEST = 40  # prompts of fewer tokens are left out; the others are cut to the shortest of them
@@ -226,6 +227,7 @@ def main() -> None:
     users = [int(part) for part in args.concurrency.split(",")]
     drafting = {"method": "dspark", "policy": "fixed"}
     llm = LLM(args.model, speculative_config=drafting, max_num_seqs=max(users))
+    compile_schedulers()  # not under a recorded step
     cells = []
     with tempfile.TemporaryDirectory() as directory:
         inputs = prepare(llm, max(users), args, Path(directory))
