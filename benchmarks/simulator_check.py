@@ -5,12 +5,12 @@
         [--threads N] [--json PATH]
 
 What the simulation rests on is measured first: how drafts fare (every second built-in prompt, all drafts verified), and
-prices (as `dspark profile` does). Then so many users send the other prompts one behind the other, to an engine with
-each policy, and every step is recorded. `dspark simulate --validate --machine` simulates as many tokens of the same
-traffic with a fresh policy. Prompts are cut to one length and answers go on to `--max-tokens`, on all sides. With
-`--rounds`, rounds are those of that file (of `dspark calibrate`) at the run's temperature, and all prompts are sent.
-Policies decide by the measured prices, in the engine and in the simulation; confidences are calibrated as those of the
-shipped drafter are.
+before each concurrency prices (as `dspark profile` does: a shared machine is another one a minute later). Then so many
+users send the other prompts one behind the other, to an engine with each policy, and every step is recorded. `dspark
+simulate --validate --machine` simulates as many tokens of the same traffic with a fresh policy. Prompts are cut to one
+length and answers go on to `--max-tokens`, on all sides. With `--rounds`, rounds are those of that file (of `dspark
+calibrate`) at the run's temperature, and all prompts are sent. Policies decide by the measured prices, in the engine
+and in the simulation; confidences are calibrated as those of the shipped drafter are.
 
 Errors of tokens/s, twice each: at the prices measured before, which know nothing of the run, and at prices fitted to
 its own steps. `run`: of the whole simulation. `prices`: given what each recorded step held; fitted prices come from one
@@ -80,13 +80,13 @@ class Inputs:
         return None if self.calibration_file is None else load_calibration(self.calibration_file)
 
 
-def prepare(llm: LLM, users: int, args: argparse.Namespace, directory: Path) -> Inputs:
-    """Choose or record the rounds, and measure prices for up to `users` users."""
+def prepare(llm: LLM, args: argparse.Namespace, directory: Path) -> Inputs:
+    """Choose or record the rounds."""
     cut = prompts(llm)
     chosen, traffic = known_rounds(args), cut
     if chosen is None:
         chosen, traffic = record_rounds(llm, cut[::2], args), cut[1::2]
-    target, drafter, source = llm.engine.target, llm.engine.drafter, chosen.source
+    target, source = llm.engine.target, chosen.source
     calibration = drafter_directory(None, target.identity) / CALIBRATION_FILE
     if calibration.is_file():  # refused now rather than behind a measurement
         load_calibration(calibration).check_fits(
@@ -100,10 +100,15 @@ def prepare(llm: LLM, users: int, args: argparse.Namespace, directory: Path) -> 
         calibration if calibration.is_file() else None,
     )
     save_rounds(inputs.rounds, chosen)
-    settings = ProfileSettings(seconds=args.profile_seconds)
-    samples = measure_profile(target, drafter, source.gamma, users, settings)
-    write_cost_table(Profile(fingerprint(target, drafter), tuple(samples)), inputs.profile, "dspark")
     return inputs
+
+
+def measure_prices(llm: LLM, users: int, inputs: Inputs, args: argparse.Namespace) -> None:
+    """What the machine costs right now, with up to `users` users."""
+    target, drafter = llm.engine.target, llm.engine.drafter
+    settings = ProfileSettings(seconds=args.profile_seconds)
+    samples = measure_profile(target, drafter, inputs.gamma, users, settings)
+    write_cost_table(Profile(fingerprint(target, drafter), tuple(samples)), inputs.profile, "dspark")
 
 
 def known_rounds(args: argparse.Namespace) -> Rounds | None:
@@ -230,10 +235,11 @@ def main() -> None:
     compile_schedulers()  # not under a recorded step
     cells = []
     with tempfile.TemporaryDirectory() as directory:
-        inputs = prepare(llm, max(users), args, Path(directory))
+        inputs = prepare(llm, args, Path(directory))
         path = Path(directory) / "steps.jsonl"
         print(TABLE)
         for count in users:
+            measure_prices(llm, max(users), inputs, args)
             for policy in args.policies.split(","):
                 record(llm, count, policy, inputs, args, path)
                 report = validate(path, count, policy, inputs, args)
