@@ -32,6 +32,8 @@ SMALLER = {
     "--multi_gpu --num_processes 8 -m dspark train drafter.toml": (
         "--cpu --num_processes 1 -m dspark train drafter.toml --set output=runs/launched"
     ),
+    "device=cuda": "device=cpu",
+    "sequences_per_step=48": "sequences_per_step=2",
     " --compare": " --compare --repeats 1 --max-tokens 8",
 }
 
@@ -77,7 +79,7 @@ def test_every_command_of_the_document_runs(
                 assert program == "dspark"
                 assert main(arguments) == 0, f"{line}\n{capfd.readouterr().err}"
                 seen.append(arguments[0])
-    assert seen == ["data", "data", "train", "train", "generate", "data", "train"]
+    assert seen == ["data", "data", "train", "train", "generate", "data", "train", "train"]
     answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
     assert {a["source"] for a in answers} == {"prompts", "self"}
     assert {a["domain"] for a in answers} == {"code", "", "chat"}
