@@ -102,7 +102,7 @@ class Bench:
         temperature: float,
         clock: Callable[[], float],
     ) -> None:
-        self._target, self._drafter, self._clock, self._gamma = target, drafter, clock, gamma
+        self._target, self._drafter, self._clock = target, drafter, clock
         self._params = SamplingParams(temperature=temperature, seed=0, max_tokens=None, ignore_eos=True)
         self._random = np.random.default_rng(0)
         self._noise = torch.Generator(target.device).manual_seed(0)  # how far requests grow follows from it
