@@ -115,6 +115,23 @@ def test_a_pass_behind_a_draft_is_timed_as_such(target):
     assert float(cost.step_seconds(1, 1, 4)) == near(0.02 + 0.002 + 4 * CONTEXT)
 
 
+def test_a_row_is_timed_once_it_has_settled(target):
+    """Passes get faster by 1 ms each over the first twelve of a kind, as caches fill with what they read."""
+
+    class Settling(Priced):
+        kind, passes = (0, 0), 0
+
+        def forward(self, batch, pool, taps=()):
+            kind = batch.num_rows, len(batch.context_lens)
+            self.passes = self.passes + 1 if kind == self.kind else 0
+            self.kind, self.late = kind, 0.001 * max(0, 12 - self.passes)
+            return super().forward(batch, pool, taps)
+
+    clock = Clock()
+    found = measure_profile(Settling(target, clock), None, 0, 4, SETTINGS, clock)
+    assert Profile({}, tuple(found)).cost().step_price(1, 1, 20) == near(0.02 + 0.002 + 20 * CONTEXT)
+
+
 def test_what_a_drafter_follows_is_part_of_a_drafts_price(target):
     """EAGLE-3 follows every commit of rounds with drafts at once, and none where drafting rests."""
     clock = Clock()
