@@ -1,19 +1,13 @@
 """The bookkeeping of benchmarks/cpu_peers.py; the peers themselves run only by hand."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def peers(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cpu_peers
-
-    return cpu_peers
+def peers(script):
+    return script("cpu_peers")
 
 
 def test_texts_are_compared_up_to_the_reference_s_end(peers):

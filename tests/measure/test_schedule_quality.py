@@ -1,18 +1,11 @@
 """The bookkeeping of benchmarks/schedule_quality.py; the engines themselves run only by hand."""
 
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def quality(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import schedule_quality
-
-    return schedule_quality
+def quality(script):
+    return script("schedule_quality")
 
 
 def runs(speeds):

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,15 +9,10 @@ import pytest
 
 from dspark.calibrate.rounds import Answer, Rounds, Source, save_rounds
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def check(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import simulator_check
-
-    return simulator_check
+def check(script):
+    return script("simulator_check")
 
 
 def test_half_of_the_prompts_tells_the_acceptance_of_the_other(check):

@@ -88,7 +88,8 @@ class Bench:
 
     Args:
         gamma: most drafts a request may have.
-        requests, context: most of a probe; all of them together fit `positions` of KV.
+        requests: most of a probe.
+        positions: of KV, for all requests of a probe together.
         temperature: of the requests.
     """
 
